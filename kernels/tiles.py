@@ -1,0 +1,110 @@
+"""Which tile sizes each kernel runs with: a table, read by head size and by the chip's shared memory.
+
+A table and not an autotuner: an autotuner inside the op would time kernels during the first step, choose differently
+on different ranks, and change the order of sums from run to run. `python -m bench.attention --sweep` measures the
+candidates on the GPU at hand.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+PHASES = ("forward", "dkdv", "dq")
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of one tile, warps of a program, stages of the pipeline that prefetches tiles; `tma`: load
+    tiles by Hopper's copy engine; `registers`: limit for each thread, so that two programs share a multiprocessor."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    tma: bool = False
+    registers: int | None = None
+
+
+# family -> phase -> head_dim, rounded up to a power of two -> Tile, for 16-bit inputs.
+# hopper: 227 KB of shared memory a program; wgmma wants 64 rows of the left operand for every four warps.
+# ampere: 163 KB (A100). small: 99 KB (RTX 30, 40 and 50, L4, L40S).
+TABLE = {
+    "hopper": {
+        "forward": {
+            32: Tile(128, 128, 8, 2, tma=True),
+            64: Tile(128, 128, 8, 2, tma=True),
+            128: Tile(128, 128, 8, 2, tma=True),
+            256: Tile(128, 64, 8, 2, tma=True),
+        },
+        "dkdv": {
+            32: Tile(64, 128, 8, 2, tma=True),
+            64: Tile(64, 128, 8, 2, tma=True),
+            128: Tile(64, 128, 8, 2, tma=True),
+            256: Tile(64, 64, 8, 1, tma=True),
+        },
+        "dq": {
+            32: Tile(128, 128, 8, 2, tma=True),
+            64: Tile(128, 128, 8, 2, tma=True),
+            128: Tile(128, 128, 8, 2, tma=True),
+            256: Tile(128, 64, 8, 1, tma=True),
+        },
+    },
+    "ampere": {
+        "forward": {
+            32: Tile(128, 64, 4, 3),
+            64: Tile(128, 64, 4, 3),
+            128: Tile(128, 64, 8, 2),
+            256: Tile(64, 32, 8, 2),
+        },
+        "dkdv": {32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(32, 64, 8, 1)},
+        "dq": {32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 1)},
+    },
+    "small": {
+        "forward": {32: Tile(64, 64, 4, 2), 64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 1)},
+        "dkdv": {32: Tile(64, 64, 4, 2), 64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
+        "dq": {32: Tile(64, 64, 4, 2), 64: Tile(64, 32, 4, 2), 128: Tile(64, 32, 4, 1), 256: Tile(32, 16, 4, 1)},
+    },
+}
+# fp32 runs on the plain multiply-add units ("ieee": no tf32 rounding) with twice the bytes; small tiles everywhere.
+FP32 = {32: Tile(32, 32, 4, 1), 64: Tile(32, 32, 4, 1), 128: Tile(32, 16, 4, 1), 256: Tile(16, 16, 4, 1)}
+# The interpreter has no limits; unequal sides make a swapped index show.
+INTERPRETER = {"forward": Tile(32, 16, 4, 1), "dkdv": Tile(16, 32, 4, 1), "dq": Tile(32, 16, 4, 1)}
+
+
+@cache
+def device_limits(index: int) -> tuple[int, int, int]:
+    """Shared memory of one program in bytes, L2 cache in bytes, and number of multiprocessors of a CUDA device."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.shared_memory_per_block_optin, properties.L2_cache_size, properties.multi_processor_count
+
+
+def family(shared_memory: int) -> str:
+    """The part of the table for a chip with this much shared memory a program, in bytes."""
+    return "hopper" if shared_memory >= 220_000 else "ampere" if shared_memory >= 160_000 else "small"
+
+
+def tile_for_chip(phase: str, head_dim: int, element_size: int, shared_memory: int) -> Tile:
+    """The entry for one kernel: phase of PHASES, bytes of an element, bytes of shared memory a program."""
+    column = max(32, triton.next_power_of_2(head_dim))
+    return FP32[column] if element_size == 4 else TABLE[family(shared_memory)][phase][column]
+
+
+def tile_for(phase: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """`tile_for_chip` of the device a tensor is on; on the CPU (interpreter) a fixed small tile."""
+    if device.type == "cpu":
+        return INTERPRETER[phase]
+    return tile_for_chip(phase, head_dim, dtype.itemsize, device_limits(device.index)[0])
+
+
+def heads_in_l2(elements: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many heads, of two tensors with `elements` each (K and V, or Q and dO), half of the L2 cache can hold."""
+    l2 = 32 * 1024 if device.type == "cpu" else device_limits(device.index)[1]
+    return max(1, l2 // 2 // (2 * elements * dtype.itemsize))
+
+
+def programs_to_fill(device: torch.device) -> int:
+    """Programs that keep the whole chip busy: two for every multiprocessor, since they differ in length."""
+    return 8 if device.type == "cpu" else 2 * device_limits(device.index)[2]

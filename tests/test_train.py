@@ -1,0 +1,206 @@
+"""The training run: the same numbers however it is interrupted, and one sentence for what cannot be run."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import checkpoint
+from data.prepare import main as prepare_main
+from runlog import COLUMNS, read_metrics
+from tests.conftest import ROOT
+
+SAME = ("step", "tokens", "loss", "val_loss", "val_bpb", "lr", "grad_norm")  # every logged number but clocks and memory
+
+
+def numbers(run):
+    return [tuple(row[name] for name in SAME) for row in read_metrics(run / "metrics.jsonl")]
+
+
+def start(preset, *options):
+    """train.py as a process of its own, for the tests that send it signals."""
+    command = [sys.executable, "train.py", str(preset), *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def has_step(run, step):
+    return (run / "metrics.jsonl").exists() and any(r["step"] >= step for r in read_metrics(run / "metrics.jsonl"))
+
+
+def test_a_run_from_start_to_end(preset, run_train, tmp_path):
+    code, out, err = run_train(preset)
+    run = tmp_path / "run"
+    assert code == 0, err
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 21))
+    assert all(tuple(row) == COLUMNS for row in rows)
+    assert [row["step"] for row in rows if row["val_loss"] is not None] == [10, 20]
+    assert abs(rows[0]["loss"] - math.log(257)) < 0.05
+    assert rows[-1]["val_loss"] < rows[9]["val_loss"] < math.log(257)
+    assert rows[-1]["val_bpb"] == pytest.approx(rows[-1]["val_loss"] / math.log(2), rel=0.01)  # one byte a token
+    assert rows[-1]["tokens"] == 20 * 256 and rows[-1]["mfu"] is None and rows[-1]["memory"] > 1e6
+    # tokens/s times seconds must be tokens: the steps' own time cannot exceed the run's.
+    assert sum(256 / row["tokens_per_s"] for row in rows) < rows[-1]["seconds"]
+    assert rows[-1]["seconds"] < 120
+    assert (run / "loss_curve.png").stat().st_size > 1000
+    saved = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    assert saved["config"]["n_kv_head"] == 2 and saved["versions"]["torch"] == torch.__version__
+    assert "256 tokens = 2 accumulated x 4 sequences x 32 tokens" in out
+    assert "GQA 4/2 heads of 8" in out and "step 20: loss" in out and "  | " in out
+    assert checkpoint.load_state(run / "last")["step"] == 20
+
+
+@pytest.mark.parametrize("options", [["--optimizer=adamw", "--dropout=0.1"], ["--optimizer=muon", "--n_kv_head=1"]])
+def test_twenty_steps_are_ten_and_ten(preset, run_train, tmp_path, options):
+    assert run_train(preset, *options)[0] == 0
+    whole = numbers(tmp_path / "run")
+    weights = (tmp_path / "run/last/model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "run")
+
+    with start(preset, "--eval_interval=10", "--max_steps=20", *options) as process:
+        wait_for(lambda: checkpoint.find(tmp_path / "run", "last"))  # step 10's
+        process.send_signal(signal.SIGKILL)
+    code, out, err = run_train(preset, "--resume")
+    assert code == 0, err
+    assert numbers(tmp_path / "run") == whole
+    assert (tmp_path / "run/last/model.safetensors").read_bytes() == weights
+
+
+def test_a_polite_stop_at_any_step_changes_nothing(preset, run_train, tmp_path):
+    settings = ["--max_steps=400", "--eval_interval=200", "--schedule=constant"]
+    run = tmp_path / "run"
+    with start(preset, *settings) as process:
+        wait_for(lambda: has_step(run, 7))
+        process.send_signal(signal.SIGTERM)
+        out = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal.SIGTERM
+    step = checkpoint.load_state(run / "last")["step"]
+    assert 7 <= step < 400 and step == numbers(run)[-1][0]
+    assert f"continue with --resume={run}" in out
+    target = step + 5
+    code, out, err = run_train("--resume", run, "--max_steps", target, "--eval_interval", 10_000)
+    assert code == 0, err
+    assert f"max_steps: 400 -> {target}" in out
+    stopped = numbers(run)
+    shutil.rmtree(run)
+    assert run_train(preset, *settings, "--max_steps", target, "--eval_interval", 10_000)[0] == 0
+    assert numbers(run) == stopped
+
+
+def test_how_often_it_is_evaluated_changes_no_training_number(preset, run_train, tmp_path):
+    logs = []
+    for interval in (20, 3):
+        assert run_train(preset, "--eval_interval", interval, "--dropout=0.1")[0] == 0
+        logs.append([(row[0], row[2], row[6]) for row in numbers(tmp_path / "run")])
+        shutil.rmtree(tmp_path / "run")
+    assert logs[0] == logs[1]
+
+
+def test_accumulation_is_the_same_step_in_pieces(preset, run_train, tmp_path):
+    logs = []
+    for size in (8, 2):
+        assert run_train(preset, "--micro_batch_size", size, "--max_steps=5")[0] == 0
+        logs.append([row[2] for row in numbers(tmp_path / "run")])
+        shutil.rmtree(tmp_path / "run")
+    assert logs[0] == pytest.approx(logs[1], abs=1e-5)
+
+
+def test_an_existing_run_is_not_overwritten(preset, run_train):
+    assert run_train(preset, "--max_steps=3")[0] == 0
+    code, _, err = run_train(preset, "--max_steps=3")
+    assert code == 1 and "already holds a run: continue it with --resume" in err
+    code, out, _ = run_train(preset, "--resume")
+    assert code == 0 and "nothing to do: all 3 steps are done" in out
+    assert run_train(preset, "--resume", "--max_steps=4")[0] == 0
+
+
+def test_resume_refuses_another_model_and_another_tokenizer(preset, run_train, tmp_path):
+    assert run_train(preset, "--max_steps=2")[0] == 0
+    code, _, err = run_train(preset, "--resume", "--max_steps=4", "--n_embd=64")
+    assert code == 1 and "cannot change n_embd: 32 -> 64" in err
+    (tmp_path / "words.txt").write_text("other text, other letters. " * 200, encoding="utf-8")
+    prepare_main(["files", str(tmp_path / "words.txt"), "--tokenizer", "char", "--out", str(tmp_path / "chars")])
+    code, _, err = run_train(preset, "--resume", "--max_steps=4", "--dataset", tmp_path / "chars")
+    assert code == 1 and "has another tokenizer than the checkpoint" in err
+    assert numbers(tmp_path / "run")[-1][0] == 2  # nothing was damaged
+
+
+def test_resume_without_a_checkpoint_says_so(preset, run_train):
+    code, _, err = run_train(preset, "--resume")
+    assert code == 1 and "does not exist" in err
+
+
+def test_a_run_that_saved_nothing_may_start_again(preset, run_train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 99}\n', encoding="utf-8")
+    code, _, err = run_train(preset, "--resume")
+    assert code == 1 and "has saved no checkpoint yet: start it again without --resume" in err
+    assert run_train(preset, "--max_steps=2")[0] == 0
+    assert [row[0] for row in numbers(tmp_path / "run")] == [1, 2]
+
+
+def test_it_stops_at_the_first_number_that_is_not_finite(preset, run_train, tmp_path):
+    assert run_train(preset, "--max_steps=2")[0] == 0
+    code, _, err = run_train(preset, "--resume", "--max_steps=40", "--learning_rate=1e20", "--grad_clip=0")
+    assert code == 1
+    step = int(err.split(" at step ")[1].split(",")[0])
+    assert 3 <= step <= 5 and "is intact" in err
+    assert checkpoint.load_state(tmp_path / "run/last")["step"] == 2
+
+
+def test_mistakes_end_before_anything_is_written(preset, run_train, tmp_path):
+    for words, sentence in (
+        (["--dataset=nowhere"], "python -m data.prepare"),
+        (["--vocab_size=100"], "too small for the tokenizer"),
+        (["--block_size=100000", "--tokens_per_step=400000"], "fewer than one window"),
+        (["--device=cuda:9" if torch.cuda.is_available() else "--device=cuda"], "device"),
+    ):
+        code, _, err = run_train(preset, *words)
+        assert code == 1 and sentence in err and "Traceback" not in err, (words, err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_keep_checkpoints_and_best(preset, run_train, tmp_path):
+    assert run_train(preset, "--eval_interval=5", "--keep_checkpoints=2")[0] == 0
+    names = sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir())
+    assert names == ["best", "last", "step_000015", "step_000020"]
+
+
+def test_wandb_offline(preset, run_train, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    pytest.importorskip("wandb")
+    assert run_train(preset, "--wandb", "--max_steps=3")[0] == 0
+    (record,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
+    assert b"grad_norm" in record.read_bytes()
+    assert checkpoint.load_state(tmp_path / "run/last")["wandb"] in record.name
+
+
+def test_the_picture_is_left_out_with_a_word_where_matplotlib_is_missing(preset, run_train, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, _ = run_train(preset, "--max_steps=2")
+    assert code == 0 and "matplotlib is not installed" in out
+    assert not (tmp_path / "run/loss_curve.png").exists()
+
+
+def test_a_readonly_place_is_one_sentence(preset, run_train, tmp_path):
+    if os.geteuid() == 0:
+        (tmp_path / "run").write_text("a file where the run's directory should be", encoding="utf-8")
+    else:
+        tmp_path.chmod(0o500)
+    code, _, err = run_train(preset, "--max_steps=2")
+    tmp_path.chmod(0o700)
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1

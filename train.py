@@ -1,0 +1,350 @@
+"""Train a decoder on token shards:  python train.py config/small.py [--name=value ...] [--resume]
+
+Straight down the page: settings, data, model, then the loop. One step is: set the learning rate, add up the gradients
+of the micro-batches, clip, update. Nothing in the loop depends on how often it is interrupted, evaluated or sampled:
+the data is a function of (seed, step), and so is the dropout.
+"""
+
+import math
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+from config import build, find_gpu, parse_command_line, pick_device, pick_dtype, resume_config, show
+from data import UserError, exit_cleanly, open_dataset
+from data.loader import IGNORE_INDEX, Loader, validation_batches
+from data.prepare import prepare_stdlib
+from engine import Engine, Sampling
+from kernels import describe_backend
+from model import Transformer
+from optim import learning_rate_at, make_optimizers, set_learning_rate
+from runlog import RunLog, plot_loss_curve
+
+SAMPLE_TOKENS = 100
+REPORT_SECONDS = 10  # how often a log without a progress bar gets a line
+
+
+def main(argv: list[str] | None = None):
+    # ---- settings ---------------------------------------------------------------------------------------------------
+    preset, overrides = parse_command_line(argv)
+    config, saved, saved_at = resolve_settings(preset, overrides)
+    run = Path(config.out_dir)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+    dataset = open_training_data(config)
+    config = config.with_vocab_size(dataset.tokenizer.vocab_size)
+    if saved and saved["tokenizer"] != dataset.tokenizer.hash:
+        raise UserError(f"dataset {config.dataset!r} has another tokenizer than the checkpoint {saved_at}")
+    windows_per_step = config.tokens_per_step // config.model.block_size
+    loader = Loader(
+        dataset.train, config.model.block_size, windows_per_step, config.seed, device, config.micro_batch_size
+    )
+
+    # ---- model and optimizers ---------------------------------------------------------------------------------------
+    torch.set_float32_matmul_precision("high")  # fp32 products on GPUs may use TF32; the CPU has no such thing
+    model = Transformer(config.model, attention=None if config.attention == "auto" else config.attention, dtype=dtype)
+    model.init_weights(torch.Generator().manual_seed(config.seed))
+    model.to(device)
+    optimizers = make_optimizers(model, config)
+    if saved:
+        checkpoint.load_weights(saved_at, model)
+        checkpoint.load_optimizers(saved_at, model, optimizers)
+    compiled = device.type == "cuda" if config.compile is None else config.compile
+    step_model = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model  # fullgraph: no breaks
+
+    # ---- the run's directory and first words ------------------------------------------------------------------------
+    step = saved["step"] if saved else 0
+    origin = {"versions": versions(), "commit": git_commit(), "tokenizer": dataset.tokenizer.hash}
+    log = RunLog(run, {"config": config.flat(), **origin}, resume_step=step if saved else None)
+    wandb_id = saved["wandb"] if saved else None
+    if config.wandb:
+        wandb_id = log.start_wandb(run, config.flat(), wandb_id)
+    gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    print(introduction(config, dataset, loader, device, dtype, compiled, gpu, origin))
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+    stop = StopOnSignal()
+    clock = Clock(saved["seconds"] if saved else 0.0)
+    best = saved["best_val_loss"] if saved else None
+    bar = tqdm(total=config.max_steps, initial=step, desc=run.name, unit="step", dynamic_ncols=True, disable=None)
+    flops_per_token = config.model.flops_per_token(config.model.block_size)
+    in_flight = deque()  # steps whose numbers are still on their way from the device
+
+    while step < config.max_steps and not stop.requested:
+        lr = learning_rate_at(step, config)
+        loss, grad_norm = update_weights(step_model, optimizers, loader, step, lr, config)
+        step += 1
+        bar.update()
+        in_flight.append(Update(step, lr, loss, grad_norm))
+        evaluate_now = step % config.eval_interval == 0 or step == config.max_steps
+        save_now = evaluate_now or stop.requested is not None
+
+        # A GPU is left one step ahead of the log, so that it never waits for the host to read a number.
+        ahead = 1 if device.type == "cuda" and not save_now else 0
+        while len(in_flight) > ahead:
+            update = in_flight.popleft()
+            loss, grad_norm = update.numbers()
+            check_finite(update.step, loss, grad_norm, run)
+            tokens_per_s = config.tokens_per_step / clock.lap()
+            mfu = tokens_per_s * flops_per_token / (gpu.bf16_tflops * 1e12) if gpu else None
+            validation = {}
+            if evaluate_now and update.step == step:
+                with clock.paused():
+                    validation = evaluate(step_model, dataset, config, device)
+            log.write(
+                step=update.step,
+                tokens=update.step * config.tokens_per_step,
+                loss=loss,
+                lr=update.lr,
+                grad_norm=grad_norm,
+                tokens_per_s=tokens_per_s,
+                mfu=mfu,
+                memory=peak_memory(device),
+                seconds=clock.seconds(),
+                **validation,
+            )
+            speed = f"{tokens_per_s:,.0f} tok/s, mfu {'n/a' if mfu is None else f'{mfu:.1%}'}"
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
+            if bar.disable and clock.line_due():
+                print(f"step {update.step}/{config.max_steps}: loss {loss:.4f}, {speed}", flush=True)
+
+        if save_now:
+            with clock.paused():
+                improved = False
+                if evaluate_now:
+                    improved = best is None or validation["val_loss"] < best
+                    best = validation["val_loss"] if improved else best
+                    tqdm.write(
+                        f"step {step}: loss {loss:.4f}, validation {validation['val_loss']:.4f} nats per token, "
+                        f"{validation['val_bpb']:.4f} bits per byte, {clock.seconds():.0f} s"
+                    )
+                    tqdm.write(sample(model, dataset.tokenizer, config))
+                state = {"step": step, "seconds": clock.seconds(), "best_val_loss": best, "wandb": wandb_id}
+                state |= {"config": config.flat(), **origin}
+                checkpoint.save(run, state, model, optimizers, dataset.tokenizer, improved, config.keep_checkpoints)
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+    bar.close()
+    log.close()
+    stop.restore()
+    picture = plot_loss_curve(run)
+    print(f"{run}: step {step} of {config.max_steps}, {clock.seconds():.0f} s" + (f", {picture}" if picture else ""))
+    if stop.requested and step < config.max_steps:
+        print(f"stopped by {stop.requested.name}; continue with --resume={run}")
+        sys.exit(128 + stop.requested)
+
+
+def resolve_settings(preset: dict, overrides: dict):
+    """-> (TrainConfig, saved state or None, checkpoint directory or None)."""
+    if not (resume := overrides.get("resume", preset.get("resume"))):
+        config = build({"out_dir": "out/run"} | preset | overrides)
+        if checkpoint.find(Path(config.out_dir), "last"):
+            raise UserError(
+                f"{config.out_dir} already holds a run: continue it with --resume, or choose another --out_dir"
+            )
+        return config, None, None
+    path = resume if isinstance(resume, str) else (preset | overrides).get("out_dir") or "out/run"
+    saved_at = checkpoint.resolve(path, prefer="last")
+    saved = checkpoint.load_state(saved_at)
+    # The run goes on where it was, also when its directory has been moved since; a lone checkpoint needs --out_dir.
+    overrides = {"out_dir": str(saved_at.parent)} | overrides
+    config, notes = resume_config(saved["config"], preset, overrides)
+    print(f"resuming {saved_at} at step {saved['step']}")
+    for note in notes:
+        print(f"  {note}")
+    if saved["step"] >= config.max_steps:
+        print(f"nothing to do: all {config.max_steps} steps are done; a larger --max_steps would train on")
+        sys.exit(0)
+    return config, saved, saved_at
+
+
+def open_training_data(config):
+    """The prepared dataset; the default one is prepared on the spot, since it needs no download."""
+    if config.dataset == "stdlib":
+        prepare_stdlib()
+    return open_dataset(config.dataset)
+
+
+def update_weights(model, optimizers, loader, step, lr, config):
+    """One optimizer step. Returns the mean loss and the gradient's norm, as tensors still on the device."""
+    torch.manual_seed(hash((config.seed, step)) % 2**63)  # for the dropout: a function of (seed, step)
+    total = 0.0
+    for m in range(config.accumulation_steps):
+        loss = model(*loader.micro_batch(step, m)) / config.accumulation_steps
+        loss.backward()
+        total += loss.detach()
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
+    set_learning_rate(optimizers, lr)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return total, grad_norm
+
+
+class Update:
+    """The numbers of one step, copied off the device without waiting for it."""
+
+    def __init__(self, step, lr, loss, grad_norm):
+        self.step, self.lr = step, lr
+        self._values = torch.stack([loss, grad_norm]).to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if loss.is_cuda else None
+        if self._copied:
+            self._copied.record()
+
+    def numbers(self) -> tuple[float, float]:
+        """(loss, gradient norm); waits until the step is done."""
+        if self._copied:
+            self._copied.synchronize()
+        loss, grad_norm = self._values.tolist()
+        return loss, grad_norm
+
+
+def check_finite(step, loss, grad_norm, run):
+    """Stop at the first number that training cannot come back from."""
+    for what, value in (("loss", loss), ("norm of the gradient", grad_norm)):
+        if not math.isfinite(value):
+            last = checkpoint.find(run, "last")
+            kept = f"the checkpoint {last} is intact" if last else "no checkpoint had been saved yet"
+            raise UserError(
+                f"the {what} is {value} at step {step}, so the run stops; {kept}. Try a lower learning_rate"
+            )
+
+
+@torch.no_grad()
+def evaluate(model, dataset, config, device) -> dict:
+    """Nats per token and bits per byte over the validation windows: fixed ones, all of them or eval_tokens' worth."""
+    T = config.model.block_size
+    max_windows = None if config.eval_tokens is None else config.eval_tokens // T
+    byte_lengths = torch.from_numpy(dataset.tokenizer.token_byte_lengths())
+    nats, n_tokens, n_bytes = 0.0, 0, 0
+    model.eval()
+    batches = validation_batches(dataset.val, T, config.micro_batch_size, device, max_windows)
+    for tokens, targets in tqdm(batches, desc="evaluating", unit="batch", leave=False, disable=None):
+        counted = targets[targets != IGNORE_INDEX].cpu()
+        nats += model(tokens, targets).item() * len(counted)
+        n_tokens += len(counted)
+        n_bytes += byte_lengths[counted].sum().item()
+    model.train()
+    return {"val_loss": nats / n_tokens, "val_bpb": nats / math.log(2) / n_bytes}
+
+
+def sample(model, tokenizer, config) -> str:
+    """A continuation of sample_prompt by the model as it stands."""
+    room = min(SAMPLE_TOKENS, config.model.block_size - len(tokenizer.encode(config.sample_prompt)))
+    if room < 1:
+        return "(no sample: sample_prompt fills block_size)"
+    model.eval()
+    engine = Engine(model, tokenizer)
+    done = engine.complete([config.sample_prompt], Sampling(temperature=0.8, top_k=50), room, seed=config.seed)
+    model.train()
+    return "\n".join("  | " + line for line in (config.sample_prompt + done[0].text).strip("\n").splitlines())
+
+
+class StopOnSignal:
+    """Ctrl-C and SIGTERM ask the loop to stop after the step in hand; a second one stops at once."""
+
+    def __init__(self):
+        self.requested: signal.Signals | None = None
+        self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _request(self, number, frame):
+        self.requested = signal.Signals(number)
+        tqdm.write(f"{self.requested.name}: saving after this step (again to stop at once)")
+        self.restore()
+
+    def restore(self):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class Clock:
+    """Wall time of the whole run, over resumes, and the time of single steps without what stands between them."""
+
+    def __init__(self, seconds_before: float):
+        now = time.perf_counter()
+        self._start, self._lap, self._line = now - seconds_before, now, now
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start
+
+    def lap(self) -> float:
+        """Seconds since the last lap, pauses left out."""
+        now = time.perf_counter()
+        took, self._lap = now - self._lap, now
+        return took
+
+    @contextmanager
+    def paused(self):
+        began = time.perf_counter()
+        yield
+        self._lap += time.perf_counter() - began
+
+    def line_due(self) -> bool:
+        """Whether a log without a progress bar is to get its next line."""
+        if time.perf_counter() - self._line < REPORT_SECONDS:
+            return False
+        self._line = time.perf_counter()
+        return True
+
+
+def peak_memory(device) -> int:
+    """Bytes: the most that tensors took on a GPU, or the most of this process's memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict:
+    return {"python": platform.python_version(), "torch": torch.__version__}
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with a + when there are changes on top; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
+        changes = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True)
+    except OSError:
+        return None
+    return commit.stdout.strip() + ("+" if changes.stdout.strip() else "") if commit.returncode == 0 else None
+
+
+def introduction(config, dataset, loader, device, dtype, compiled, gpu, origin) -> str:
+    """Every derived quantity with its formula, before the first step."""
+    model, accumulation = config.model, config.accumulation_steps
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    peak = f"{gpu.bf16_tflops:g} TFLOP/s bf16 peak" if gpu else "peak not in config/gpus.py, so mfu is n/a"
+    group = model.n_head // model.n_kv_head
+    kind = "MHA" if group == 1 else "MQA" if model.n_kv_head == 1 else "GQA"
+    epochs = loader.epoch(config.max_steps)
+    return f"""{show(config)}
+versions: {" ".join(f"{k} {v}" for k, v in origin["versions"].items())}, commit {origin["commit"]}
+device: {device} ({name}), {str(dtype).removeprefix("torch.")}, {"compiled" if compiled else "not compiled"}, {peak}
+attention: {describe_backend(device) if config.attention == "auto" else config.attention}
+data: {dataset.name} ({dataset.hash[:12]}), {len(dataset.train):,} training and {len(dataset.val):,} validation tokens
+model: {model.n_params():,} parameters, {kind} {model.n_head}/{model.n_kv_head} heads of {model.head_dim}, \
+{model.flops_per_token(model.block_size):,} FLOPs a token, {model.kv_cache_bytes(1, 1):,} bytes of bf16 KV cache a token
+step: {config.tokens_per_step:,} tokens = {accumulation} accumulated x {config.micro_batch_size} sequences x \
+{model.block_size} tokens; {config.max_steps:,} steps = {epochs:.2f} epochs"""
+
+
+if __name__ == "__main__":
+    with exit_cleanly():
+        main()
