@@ -259,6 +259,7 @@ class Row:
 class Batch:
     """The device's side of all rows of one call: newest token, its position, and the cache, never reallocated."""
 
+    @torch.inference_mode()
     def __init__(self, model, vocab_size: int, rows: Sequence[Row], sampling: Sampling):
         device, dtype = model.embed.weight.device, model.dtype or model.embed.weight.dtype
         self.model, self.vocab_size, self.sampling = model, vocab_size, sampling
@@ -270,6 +271,7 @@ class Batch:
         penalty = sampling.repetition_penalty != 1
         self.seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device) if penalty else None
 
+    @torch.inference_mode()
     def prefill(self, prompt: Sequence[int], rows: slice):
         """Read a prompt once, in chunks, for all of its samples `rows`, and choose the first token of each."""
         tokens = torch.tensor([prompt], device=self.tokens.device)
@@ -286,6 +288,7 @@ class Batch:
         for row in range(rows.start, rows.stop):  # one by one, see Engine
             self._choose(logits[:, -1], slice(row, row + 1))
 
+    @torch.inference_mode()
     def decode(self, rows: slice, length: int):
         """One token more for `rows`, of which the longest has `length` tokens. Rows that ended may be among them."""
         here = self.positions[rows].clamp(max=length - 1)  # moves only rows that ended: they may have been longer
@@ -422,15 +425,14 @@ class Engine:
             f"of {limit}: use {' or '.join(fits) or 'less of both'}"
         )
 
-    @torch.inference_mode()
     def _run(self, prompts, rows, sampling):
         start, first, training = time.perf_counter(), None, self.model.training
         device, samples = self.model.embed.weight.device, len(rows) // len(prompts)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        self.model.eval()
         batch = Batch(self.model, self.tokenizer.vocab_size, rows, sampling)
         try:
+            self.model.eval()
             for i, prompt in enumerate(prompts):
                 batch.prefill(prompt, slice(i * samples, (i + 1) * samples))
             active = rows

@@ -1,6 +1,6 @@
 """Generate text from a trained model: the command line of `engine.py`.
 
-python generate.py --prompt "def fibonacci("
+For example: `python generate.py --prompt "def fibonacci("`.
 """
 
 import argparse

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from optim import learning_rate_at, make_optimizers, set_learning_rate
 from runlog import RunLog, plot_loss_curve
 
 SAMPLE_TOKENS = 100
-REPORT_SECONDS = 10  # how often a log without a progress bar gets a line
+LINE_SECONDS = 10  # how often a log without a progress bar gets a line
 
 
 def main(argv: list[str] | None = None):
@@ -83,10 +82,11 @@ def main(argv: list[str] | None = None):
 
     while step < config.max_steps and not stop.requested:
         lr = learning_rate_at(step, config)
+        began = moment(device)
         loss, grad_norm = update_weights(step_model, optimizers, loader, step, lr, config)
         step += 1
         bar.update()
-        in_flight.append(Update(step, lr, loss, grad_norm))
+        in_flight.append(Update(step, lr, loss, grad_norm, began))
         evaluate_now = step % config.eval_interval == 0 or step == config.max_steps
         save_now = evaluate_now or stop.requested is not None
 
@@ -96,12 +96,11 @@ def main(argv: list[str] | None = None):
             update = in_flight.popleft()
             loss, grad_norm = update.numbers()
             check_finite(update.step, loss, grad_norm, run)
-            tokens_per_s = config.tokens_per_step / clock.lap()
+            tokens_per_s = config.tokens_per_step / update.seconds()
             mfu = tokens_per_s * flops_per_token / (gpu.bf16_tflops * 1e12) if gpu else None
             validation = {}
             if evaluate_now and update.step == step:
-                with clock.paused():
-                    validation = evaluate(step_model, dataset, config, device)
+                validation = evaluate(step_model, dataset, config, device)
             log.write(
                 step=update.step,
                 tokens=update.step * config.tokens_per_step,
@@ -120,19 +119,18 @@ def main(argv: list[str] | None = None):
                 print(f"step {update.step}/{config.max_steps}: loss {loss:.4f}, {speed}", flush=True)
 
         if save_now:
-            with clock.paused():
-                improved = False
-                if evaluate_now:
-                    improved = best is None or validation["val_loss"] < best
-                    best = validation["val_loss"] if improved else best
-                    tqdm.write(
-                        f"step {step}: loss {loss:.4f}, validation {validation['val_loss']:.4f} nats per token, "
-                        f"{validation['val_bpb']:.4f} bits per byte, {clock.seconds():.0f} s"
-                    )
-                    tqdm.write(sample(model, dataset.tokenizer, config))
-                state = {"step": step, "seconds": clock.seconds(), "best_val_loss": best, "wandb": wandb_id}
-                state |= {"config": config.flat(), **origin}
-                checkpoint.save(run, state, model, optimizers, dataset.tokenizer, improved, config.keep_checkpoints)
+            improved = False
+            if evaluate_now:
+                improved = best is None or validation["val_loss"] < best
+                best = validation["val_loss"] if improved else best
+                tqdm.write(
+                    f"step {step}: loss {loss:.4f}, validation {validation['val_loss']:.4f} nats per token, "
+                    f"{validation['val_bpb']:.4f} bits per byte, {clock.seconds():.0f} s"
+                )
+                tqdm.write(sample(model, dataset.tokenizer, config))
+            state = {"step": step, "seconds": clock.seconds(), "best_val_loss": best, "wandb": wandb_id}
+            state |= {"config": config.flat(), **origin}
+            checkpoint.save(run, state, model, optimizers, dataset.tokenizer, improved, config.keep_checkpoints)
 
     # ---- the end ----------------------------------------------------------------------------------------------------
     bar.close()
@@ -193,22 +191,35 @@ def update_weights(model, optimizers, loader, step, lr, config):
     return total, grad_norm
 
 
+def moment(device):
+    """Now, on the device's own clock: a GPU gets to it when the work before it is done."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Update:
     """The numbers of one step, copied off the device without waiting for it."""
 
-    def __init__(self, step, lr, loss, grad_norm):
-        self.step, self.lr = step, lr
-        self._values = torch.stack([loss, grad_norm]).to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if loss.is_cuda else None
-        if self._copied:
-            self._copied.record()
+    def __init__(self, step, lr, loss, grad_norm, began):
+        self.step, self.lr, self._began = step, lr, began
+        self._values = torch.stack([loss, grad_norm]).to("cpu", non_blocking=loss.is_cuda)
+        self._ended = moment(loss.device)
 
     def numbers(self) -> tuple[float, float]:
         """(loss, gradient norm); waits until the step is done."""
-        if self._copied:
-            self._copied.synchronize()
+        if isinstance(self._ended, torch.cuda.Event):
+            self._ended.synchronize()
         loss, grad_norm = self._values.tolist()
         return loss, grad_norm
+
+    def seconds(self) -> float:
+        """How long the step took, without what stands between steps; after `numbers`."""
+        if isinstance(self._ended, torch.cuda.Event):
+            return self._began.elapsed_time(self._ended) / 1e3
+        return self._ended - self._began
 
 
 def check_finite(step, loss, grad_norm, run):
@@ -270,30 +281,18 @@ class StopOnSignal:
 
 
 class Clock:
-    """Wall time of the whole run, over resumes, and the time of single steps without what stands between them."""
+    """Wall time of the whole run, over resumes: steps, evaluations, samples and checkpoints."""
 
     def __init__(self, seconds_before: float):
         now = time.perf_counter()
-        self._start, self._lap, self._line = now - seconds_before, now, now
+        self._start, self._line = now - seconds_before, now
 
     def seconds(self) -> float:
         return time.perf_counter() - self._start
 
-    def lap(self) -> float:
-        """Seconds since the last lap, pauses left out."""
-        now = time.perf_counter()
-        took, self._lap = now - self._lap, now
-        return took
-
-    @contextmanager
-    def paused(self):
-        began = time.perf_counter()
-        yield
-        self._lap += time.perf_counter() - began
-
     def line_due(self) -> bool:
         """Whether a log without a progress bar is to get its next line."""
-        if time.perf_counter() - self._line < REPORT_SECONDS:
+        if time.perf_counter() - self._line < LINE_SECONDS:
             return False
         self._line = time.perf_counter()
         return True

@@ -12,12 +12,12 @@ tie_embeddings = False
 dropout = 0.2
 
 dataset = "shakespeare_char"
-max_steps = 2000
+max_steps = 700
 tokens_per_step = 16_384
 micro_batch_size = 64
 optimizer = "muon"
 learning_rate = 4e-3
 schedule = "linear"
 warmup_steps = 50
-weight_decay = 0.1
-eval_interval = 250
+weight_decay = 1.0
+eval_interval = 50

@@ -12,7 +12,7 @@ qk_norm = True
 tie_embeddings = False
 
 dataset = "shakespeare_char"
-max_steps = 960
+max_steps = 880
 tokens_per_step = 2048
 micro_batch_size = 16
 optimizer = "muon"
@@ -20,4 +20,4 @@ learning_rate = 8e-3
 schedule = "linear"
 warmup_steps = 20
 weight_decay = 0.3
-eval_interval = 240
+eval_interval = 440

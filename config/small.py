@@ -8,14 +8,13 @@ block_size = 256
 tie_embeddings = False
 
 dataset = "stdlib"
-max_steps = 860
+max_steps = 720
 tokens_per_step = 4096
 micro_batch_size = 16
 optimizer = "muon"
-learning_rate = 8e-3
+learning_rate = 1e-2
 schedule = "linear"
 warmup_steps = 20
 weight_decay = 0.3
-eval_interval = 80
-eval_tokens = 32_768
+eval_interval = 72
 sample_prompt = "def "

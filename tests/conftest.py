@@ -11,7 +11,6 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-import train  # noqa: E402
 from data import exit_cleanly  # noqa: E402
 from data.prepare import main as prepare_main  # noqa: E402
 
@@ -58,6 +57,8 @@ def preset(tmp_path, dataset) -> Path:
 @pytest.fixture
 def run_train(capsys):
     """Runs train.py's main in this process -> (exit code, stdout, stderr)."""
+
+    import train  # here, so that a mistake in it fails the tests of train.py alone
 
     def run(*arguments):
         code = 0

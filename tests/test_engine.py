@@ -137,8 +137,7 @@ def test_chunked_prefill_is_one_shot(length, monkeypatch):
     def prefilled(chunk):
         monkeypatch.setattr(engine_module, "CHUNK", chunk)
         batch = Batch(model, 257, [Row(0, 0, length, 8, TextStream(BYTES))], GREEDY)
-        with torch.inference_mode():
-            batch.prefill(prompt, slice(0, 1))
+        batch.prefill(prompt, slice(0, 1))
         return batch
 
     one, many = prefilled(64), prefilled(8)
