@@ -21,7 +21,7 @@ CONSTRAINTS = $$($(BIN)/python -c "import torch; print('' if torch.version.cuda 
 
 small: .venv/ready
 	$(BIN)/python train.py config/small.py $$(test -d out/small/last && echo --resume)
-	$(BIN)/python generate.py --checkpoint out/small --prompt "def " --max_new_tokens 200 --seed 1
+	$(BIN)/python generate.py --checkpoint out/small --prompt "def main(" --seed 1
 
 test: .venv/ready-dev
 	$(BIN)/ruff check .

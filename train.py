@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from engine import Engine, Sampling
 from kernels import describe_backend
 from model import Transformer
 from optim import learning_rate_at, make_optimizers, set_learning_rate
+from parallel import World
 from runlog import RunLog, plot_loss_curve
 
 SAMPLE_TOKENS = 100
@@ -33,24 +35,41 @@ LINE_SECONDS = 10  # how often a log without a progress bar gets a line
 
 
 def main(argv: list[str] | None = None):
-    # ---- settings ---------------------------------------------------------------------------------------------------
-    preset, overrides = parse_command_line(argv)
-    config, saved, saved_at = resolve_settings(preset, overrides)
-    run = Path(config.out_dir)
-    device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
+    world = World()
+    with world.same_on_every_rank():
+        preset, overrides = parse_command_line(argv)
+        config, saved, saved_at, notes = resolve_settings(preset, overrides)
+        config.accumulation_steps(world.size)  # refuses what does not divide
+        device = pick_device(config.device)
+    if world.is_main and notes:
+        print("\n".join(notes))
+    if saved and saved["step"] >= config.max_steps:
+        return print(f"nothing to do: all {config.max_steps} steps are done; a larger --max_steps would train on")
+    with world.joined(device) as device:
+        train(config, world, device, saved, saved_at)
 
+
+def train(config, world, device, saved, saved_at):
+    """The run, from `saved` (the state of the checkpoint directory `saved_at`) or from the start (None) to its end."""
     # ---- data -------------------------------------------------------------------------------------------------------
-    dataset = open_training_data(config)
+    dataset = open_training_data(config, world)
     config = config.with_vocab_size(dataset.tokenizer.vocab_size)
     if saved and saved["tokenizer"] != dataset.tokenizer.hash:
         raise UserError(f"dataset {config.dataset!r} has another tokenizer than the checkpoint {saved_at}")
-    windows_per_step = config.tokens_per_step // config.model.block_size
+    block_size, windows_per_step = config.model.block_size, config.tokens_per_step // config.model.block_size
     loader = Loader(
-        dataset.train, config.model.block_size, windows_per_step, config.seed, device, config.micro_batch_size
+        dataset.train,
+        block_size,
+        windows_per_step,
+        config.seed,
+        device,
+        config.micro_batch_size,
+        rank=world.rank,
+        world_size=world.size,
     )
 
     # ---- model and optimizers ---------------------------------------------------------------------------------------
+    dtype = pick_dtype(config.dtype, device)
     torch.set_float32_matmul_precision("high")  # fp32 products on GPUs may use TF32; the CPU has no such thing
     model = Transformer(config.model, attention=None if config.attention == "auto" else config.attention, dtype=dtype)
     model.init_weights(torch.Generator().manual_seed(config.seed))
@@ -60,47 +79,53 @@ def main(argv: list[str] | None = None):
         checkpoint.load_weights(saved_at, model)
         checkpoint.load_optimizers(saved_at, model, optimizers)
     compiled = device.type == "cuda" if config.compile is None else config.compile
-    step_model = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model  # fullgraph: no breaks
+    forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model  # fullgraph: no breaks
+    trained = world.average_gradients(forward)
 
     # ---- the run's directory and first words ------------------------------------------------------------------------
     step = saved["step"] if saved else 0
-    origin = {"versions": versions(), "commit": git_commit(), "tokenizer": dataset.tokenizer.hash}
-    log = RunLog(run, {"config": config.flat(), **origin}, resume_step=step if saved else None)
-    wandb_id = saved["wandb"] if saved else None
-    if config.wandb:
-        wandb_id = log.start_wandb(run, config.flat(), wandb_id)
+    run = Path(config.out_dir)
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    print(introduction(config, dataset, loader, device, dtype, compiled, gpu, origin))
+    origin = {"versions": versions(), "commit": git_commit(), "tokenizer": dataset.tokenizer.hash}
+    log, wandb_id = None, saved["wandb"] if saved else None
+    if world.is_main:
+        log = RunLog(run, {"config": config.flat(), **origin}, resume_step=step if saved else None)
+        if config.wandb:
+            wandb_id = log.start_wandb(run, config.flat(), wandb_id)
+        print(introduction(config, dataset, loader, world, device, dtype, compiled, gpu, origin), flush=True)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     stop = StopOnSignal()
     clock = Clock(saved["seconds"] if saved else 0.0)
     best = saved["best_val_loss"] if saved else None
-    bar = tqdm(total=config.max_steps, initial=step, desc=run.name, unit="step", dynamic_ncols=True, disable=None)
-    flops_per_token = config.model.flops_per_token(config.model.block_size)
+    hidden = None if world.is_main else True  # None: hidden where stderr is not a terminal
+    bar = tqdm(total=config.max_steps, initial=step, desc=run.name, unit="step", dynamic_ncols=True, disable=hidden)
+    flops_per_token = config.model.flops_per_token(block_size)
     in_flight = deque()  # steps whose numbers are still on their way from the device
+    stopping = False
 
-    while step < config.max_steps and not stop.requested:
+    while step < config.max_steps and not stopping:
         lr = learning_rate_at(step, config)
         began = moment(device)
-        loss, grad_norm = update_weights(step_model, optimizers, loader, step, lr, config)
+        loss, grad_norm = update_weights(trained, optimizers, loader, step, lr, config, world)
         step += 1
         bar.update()
-        in_flight.append(Update(step, lr, loss, grad_norm, began))
+        in_flight.append(Update(step, lr, began, loss, grad_norm, stop.requested, world))
         evaluate_now = step % config.eval_interval == 0 or step == config.max_steps
-        save_now = evaluate_now or stop.requested is not None
 
         # A GPU is left one step ahead of the log, so that it never waits for the host to read a number.
-        ahead = 1 if device.type == "cuda" and not save_now else 0
-        while len(in_flight) > ahead:
+        while len(in_flight) > (1 if device.type == "cuda" and not (evaluate_now or stopping) else 0):
             update = in_flight.popleft()
-            loss, grad_norm = update.numbers()
+            loss, grad_norm, stops = update.numbers()
             check_finite(update.step, loss, grad_norm, run)
-            tokens_per_s = config.tokens_per_step / update.seconds()
-            mfu = tokens_per_s * flops_per_token / (gpu.bf16_tflops * 1e12) if gpu else None
+            stopping = stopping or stops > 0  # summed over the ranks, so all of them stop after the same step
             validation = {}
             if evaluate_now and update.step == step:
-                validation = evaluate(step_model, dataset, config, device)
+                validation = evaluate(forward, dataset, config, world, device)
+            if not world.is_main:
+                continue
+            tokens_per_s = config.tokens_per_step / update.seconds()
+            mfu = tokens_per_s * flops_per_token / (gpu.bf16_tflops * 1e12 * world.size) if gpu else None
             log.write(
                 step=update.step,
                 tokens=update.step * config.tokens_per_step,
@@ -118,7 +143,7 @@ def main(argv: list[str] | None = None):
             if bar.disable and clock.line_due():
                 print(f"step {update.step}/{config.max_steps}: loss {loss:.4f}, {speed}", flush=True)
 
-        if save_now:
+        if world.is_main and (evaluate_now or stopping):
             improved = False
             if evaluate_now:
                 improved = best is None or validation["val_loss"] < best
@@ -134,53 +159,53 @@ def main(argv: list[str] | None = None):
 
     # ---- the end ----------------------------------------------------------------------------------------------------
     bar.close()
-    log.close()
     stop.restore()
-    picture = plot_loss_curve(run)
-    print(f"{run}: step {step} of {config.max_steps}, {clock.seconds():.0f} s" + (f", {picture}" if picture else ""))
-    if stop.requested and step < config.max_steps:
-        print(f"stopped by {stop.requested.name}; continue with --resume={run}")
-        sys.exit(128 + stop.requested)
+    if world.is_main:
+        log.close()
+        picture = plot_loss_curve(run)
+        pointer = f", {picture}" if picture else ""
+        print(f"{run}: step {step} of {config.max_steps}, {clock.seconds():.0f} s{pointer}")
+    if step < config.max_steps:
+        if world.is_main:
+            print(f"stopped by a signal; continue with --resume={run}")
+        sys.exit(128 + (stop.requested or signal.SIGTERM))
 
 
 def resolve_settings(preset: dict, overrides: dict):
-    """-> (TrainConfig, saved state or None, checkpoint directory or None)."""
+    """-> (TrainConfig, saved state or None, its checkpoint directory or None, lines to tell about a resume)."""
     if not (resume := overrides.get("resume", preset.get("resume"))):
         config = build({"out_dir": "out/run"} | preset | overrides)
         if checkpoint.find(Path(config.out_dir), "last"):
             raise UserError(
                 f"{config.out_dir} already holds a run: continue it with --resume, or choose another --out_dir"
             )
-        return config, None, None
+        return config, None, None, []
     path = resume if isinstance(resume, str) else (preset | overrides).get("out_dir") or "out/run"
     saved_at = checkpoint.resolve(path, prefer="last")
     saved = checkpoint.load_state(saved_at)
-    # The run goes on where it was, also when its directory has been moved since; a lone checkpoint needs --out_dir.
-    overrides = {"out_dir": str(saved_at.parent)} | overrides
-    config, notes = resume_config(saved["config"], preset, overrides)
-    print(f"resuming {saved_at} at step {saved['step']}")
-    for note in notes:
-        print(f"  {note}")
-    if saved["step"] >= config.max_steps:
-        print(f"nothing to do: all {config.max_steps} steps are done; a larger --max_steps would train on")
-        sys.exit(0)
-    return config, saved, saved_at
+    # The run goes on where it is, also when its directory has been moved.
+    config, notes = resume_config(saved["config"] | {"out_dir": str(saved_at.parent)}, preset, overrides)
+    notes = [f"resuming {saved_at} at step {saved['step']}", *(f"  {note}" for note in notes)]
+    return config, saved, saved_at, notes
 
 
-def open_training_data(config):
+def open_training_data(config, world):
     """The prepared dataset; the default one is prepared on the spot, since it needs no download."""
-    if config.dataset == "stdlib":
+    if config.dataset == "stdlib" and world.is_main:
         prepare_stdlib()
+    world.barrier()
     return open_dataset(config.dataset)
 
 
-def update_weights(model, optimizers, loader, step, lr, config):
-    """One optimizer step. Returns the mean loss and the gradient's norm, as tensors still on the device."""
-    torch.manual_seed(hash((config.seed, step)) % 2**63)  # for the dropout: a function of (seed, step)
-    total = 0.0
-    for m in range(config.accumulation_steps):
-        loss = model(*loader.micro_batch(step, m)) / config.accumulation_steps
-        loss.backward()
+def update_weights(model, optimizers, loader, step, lr, config, world):
+    """One optimizer step. Returns this rank's mean loss and the gradient's norm, as tensors still on the device."""
+    # For the dropout: a function of (seed, step, rank). The factors only keep the three apart.
+    torch.manual_seed(((config.seed * 1_000_003 + step) * 1_000_003 + world.rank) % 2**63)
+    total, passes = 0.0, loader.micro_batches_per_step
+    for m in range(passes):
+        with world.no_averaging(model) if m < passes - 1 else nullcontext():
+            loss = model(*loader.micro_batch(step, m)) / passes
+            loss.backward()
         total += loss.detach()
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     grad_norm = torch.nn.utils.clip_grad_norm_(parameters, config.grad_clip or math.inf)
@@ -201,19 +226,21 @@ def moment(device):
 
 
 class Update:
-    """The numbers of one step, copied off the device without waiting for it."""
+    """The numbers of one step, over all ranks, copied off the device without waiting for it."""
 
-    def __init__(self, step, lr, loss, grad_norm, began):
+    def __init__(self, step, lr, began, loss, grad_norm, stop, world):
         self.step, self.lr, self._began = step, lr, began
-        self._values = torch.stack([loss, grad_norm]).to("cpu", non_blocking=loss.is_cuda)
+        stops = torch.full_like(loss, stop is not None)
+        values = world.sum(torch.stack([loss / world.size, grad_norm / world.size, stops]))
+        self._values = values.to("cpu", non_blocking=loss.is_cuda)
         self._ended = moment(loss.device)
 
-    def numbers(self) -> tuple[float, float]:
-        """(loss, gradient norm); waits until the step is done."""
+    def numbers(self) -> tuple[float, float, float]:
+        """(loss, gradient norm, ranks asked to stop); waits until the step is done."""
         if isinstance(self._ended, torch.cuda.Event):
             self._ended.synchronize()
-        loss, grad_norm = self._values.tolist()
-        return loss, grad_norm
+        loss, grad_norm, stops = self._values.tolist()
+        return loss, grad_norm, stops
 
     def seconds(self) -> float:
         """How long the step took, without what stands between steps; after `numbers`."""
@@ -234,20 +261,27 @@ def check_finite(step, loss, grad_norm, run):
 
 
 @torch.no_grad()
-def evaluate(model, dataset, config, device) -> dict:
-    """Nats per token and bits per byte over the validation windows: fixed ones, all of them or eval_tokens' worth."""
+def evaluate(model, dataset, config, world, device) -> dict:
+    """Nats per token and bits per byte over the validation windows: fixed ones, all of them or eval_tokens' worth.
+
+    Each rank takes every world.size-th batch; their sums are added up.
+    """
     T = config.model.block_size
     max_windows = None if config.eval_tokens is None else config.eval_tokens // T
     byte_lengths = torch.from_numpy(dataset.tokenizer.token_byte_lengths())
     nats, n_tokens, n_bytes = 0.0, 0, 0
-    model.eval()
     batches = validation_batches(dataset.val, T, config.micro_batch_size, device, max_windows)
-    for tokens, targets in tqdm(batches, desc="evaluating", unit="batch", leave=False, disable=None):
-        counted = targets[targets != IGNORE_INDEX].cpu()
-        nats += model(tokens, targets).item() * len(counted)
-        n_tokens += len(counted)
-        n_bytes += byte_lengths[counted].sum().item()
+    hidden = None if world.is_main else True
+    model.eval()
+    for i, (tokens, targets) in enumerate(tqdm(batches, desc="evaluating", unit="batch", leave=False, disable=hidden)):
+        if i % world.size == world.rank:
+            counted = targets[targets != IGNORE_INDEX].cpu()
+            nats += model(tokens, targets).item() * len(counted)
+            n_tokens += len(counted)
+            n_bytes += byte_lengths[counted].sum().item()
     model.train()
+    sums = torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
+    nats, n_tokens, n_bytes = world.sum(sums.to(device) if world.size > 1 else sums).tolist()
     return {"val_loss": nats / n_tokens, "val_bpb": nats / math.log(2) / n_bytes}
 
 
@@ -256,10 +290,8 @@ def sample(model, tokenizer, config) -> str:
     room = min(SAMPLE_TOKENS, config.model.block_size - len(tokenizer.encode(config.sample_prompt)))
     if room < 1:
         return "(no sample: sample_prompt fills block_size)"
-    model.eval()
     engine = Engine(model, tokenizer)
     done = engine.complete([config.sample_prompt], Sampling(temperature=0.8, top_k=50), room, seed=config.seed)
-    model.train()
     return "\n".join("  | " + line for line in (config.sample_prompt + done[0].text).strip("\n").splitlines())
 
 
@@ -325,14 +357,15 @@ def git_commit() -> str | None:
     return commit.stdout.strip() + ("+" if changes.stdout.strip() else "") if commit.returncode == 0 else None
 
 
-def introduction(config, dataset, loader, device, dtype, compiled, gpu, origin) -> str:
+def introduction(config, dataset, loader, world, device, dtype, compiled, gpu, origin) -> str:
     """Every derived quantity with its formula, before the first step."""
-    model, accumulation = config.model, config.accumulation_steps
+    model, passes = config.model, loader.micro_batches_per_step
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
     peak = f"{gpu.bf16_tflops:g} TFLOP/s bf16 peak" if gpu else "peak not in config/gpus.py, so mfu is n/a"
     group = model.n_head // model.n_kv_head
     kind = "MHA" if group == 1 else "MQA" if model.n_kv_head == 1 else "GQA"
     epochs = loader.epoch(config.max_steps)
+    processes = f" x {world.size} processes" if world.size > 1 else ""
     return f"""{show(config)}
 versions: {" ".join(f"{k} {v}" for k, v in origin["versions"].items())}, commit {origin["commit"]}
 device: {device} ({name}), {str(dtype).removeprefix("torch.")}, {"compiled" if compiled else "not compiled"}, {peak}
@@ -340,8 +373,8 @@ attention: {describe_backend(device) if config.attention == "auto" else config.a
 data: {dataset.name} ({dataset.hash[:12]}), {len(dataset.train):,} training and {len(dataset.val):,} validation tokens
 model: {model.n_params():,} parameters, {kind} {model.n_head}/{model.n_kv_head} heads of {model.head_dim}, \
 {model.flops_per_token(model.block_size):,} FLOPs a token, {model.kv_cache_bytes(1, 1):,} bytes of bf16 KV cache a token
-step: {config.tokens_per_step:,} tokens = {accumulation} accumulated x {config.micro_batch_size} sequences x \
-{model.block_size} tokens; {config.max_steps:,} steps = {epochs:.2f} epochs"""
+step: {config.tokens_per_step:,} tokens = {passes} accumulated x {config.micro_batch_size} sequences x \
+{model.block_size} tokens{processes}; {config.max_steps:,} steps = {epochs:.2f} epochs"""
 
 
 if __name__ == "__main__":

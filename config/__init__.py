@@ -84,19 +84,26 @@ class TrainConfig:
             raise UserError(f"min_lr={self.min_lr} is above learning_rate={self.learning_rate}")
         if self.eval_tokens is not None and self.eval_tokens < self.model.block_size:
             raise UserError(f"eval_tokens={self.eval_tokens} is less than one window of {self.model.block_size} tokens")
-        unit = self.micro_batch_size * self.model.block_size
+        self.accumulation_steps()  # refuses what does not divide
+
+    def accumulation_steps(self, world_size: int = 1) -> int:
+        """Forward and backward passes of each process whose gradients make one optimizer step.
+
+        Raises:
+            UserError: tokens_per_step is not a whole number of passes; the sentence names the two nearest that are.
+        """
+        unit = self.micro_batch_size * self.model.block_size * world_size
         if self.tokens_per_step % unit:
             below = self.tokens_per_step // unit * unit
             fits = f"{below} or {below + unit}" if below else str(unit)
+            factors = f"{self.micro_batch_size} x {self.model.block_size}"
+            names = "micro_batch_size x block_size"
+            if world_size > 1:
+                factors, names = f"{factors} x {world_size}", f"{names} x processes"
             raise UserError(
-                f"tokens_per_step={self.tokens_per_step} is not a multiple of micro_batch_size x block_size = "
-                f"{self.micro_batch_size} x {self.model.block_size} = {unit}: use {fits}"
+                f"tokens_per_step={self.tokens_per_step} is not a multiple of {names} = {factors} = {unit}: use {fits}"
             )
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Forward and backward passes whose gradients make one optimizer step."""
-        return self.tokens_per_step // (self.micro_batch_size * self.model.block_size)
+        return self.tokens_per_step // unit
 
     def with_vocab_size(self, vocab_size: int) -> "TrainConfig":
         """The same run on a tokenizer of `vocab_size` ids. A preset may leave room for more ids, never for fewer."""

@@ -11,34 +11,44 @@ parallel run only divide those among themselves:
     micro-batch          0       | 1       | 2
 
 So a run resumes by knowing its step, sees the same data on any number of ranks, and no evaluation can disturb it.
+
+Several datasets with weights (see mixture.py) are drawn from in blocks of BLOCK_WINDOWS windows: every block has the
+same number of windows of each dataset, in an order drawn from (seed, block). So it is known, without counting up to it,
+that a window is the n-th of its dataset; which one that is follows from the dataset's own epochs as above.
+
+Where documents are not to see each other (doc_mask), batches also say where each position's document starts.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
 from .errors import UserError
+from .mixture import MixedTokens, split_parts
 from .shards import Tokens
 
 IGNORE_INDEX = -100  # the target that torch's and our own cross-entropy leave out
+STREAM_SHIFT = 40  # of the second word of a Philox key the low bits count epochs, the high ones tell streams apart
+MIXING_STREAM = (1 << 23) - 1
 
 
 class Loader:
     """Training batches from one split.
 
-    tokens: the split (a plain array of ids will do)
+    tokens: the split of a dataset or of a mixture (a plain array of ids will do)
     block_size: tokens in a row
     windows_per_step: rows in a step, over all micro-batches and ranks
     micro_batch_size: rows in one `micro_batch`
+    eot_id: given, every batch has two tensors more, those of `document_starts`
 
-    Raises UserError when the split is shorter than one window.
+    Raises UserError when a dataset is shorter than one window.
     """
 
     def __init__(
         self,
-        tokens: Tokens | np.ndarray,
+        tokens: Tokens | MixedTokens | np.ndarray,
         block_size: int,
         windows_per_step: int,
         seed: int,
@@ -46,45 +56,85 @@ class Loader:
         micro_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
+        eot_id: int | None = None,
     ):
-        self.tokens = tokens if isinstance(tokens, Tokens) else Tokens([tokens])
-        if len(self.tokens) < block_size + 1:
-            raise UserError(
-                f"{self.tokens.source} has {len(self.tokens):,} tokens, fewer than one window of block_size + 1 = "
-                f"{block_size + 1:,}; prepare more text, or set a smaller block_size"
-            )
         if windows_per_step % (micro_batch_size * world_size):
             raise ValueError(f"{windows_per_step=} is no multiple of {micro_batch_size=} times {world_size=}")
+        self.tokens = Tokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
         self.block_size = block_size
         self.windows_per_step = windows_per_step
         self.micro_batch_size = micro_batch_size
         self.micro_batches_per_step = windows_per_step // (micro_batch_size * world_size)
         self.rank = rank
         self.world_size = world_size
-        self.seed = seed
-        # The offset costs up to block_size - 1 tokens; one window fewer, and every offset leaves room for all windows.
-        self.windows_per_epoch = max(1, len(self.tokens) // block_size - 1)
-        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+        self.eot_id = eot_id
+        parts = split_parts(self.tokens)
+        self._orders = [WindowOrder(part, block_size, seed, stream) for stream, (part, _) in enumerate(parts)]
+        self._mixing = Mixing(seed, self.tokens.shares) if isinstance(self.tokens, MixedTokens) else None
         self._to_device = _BatchCopier(device)
 
-    def epoch(self, step: int) -> float:
-        """How many times the corpus has been seen before step `step`."""
-        return step * self.windows_per_step / self.windows_per_epoch
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows in one epoch of every dataset."""
+        return sum(order.windows_per_epoch for order in self._orders)
 
-    def micro_batch(self, step: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def epoch(self, step: int) -> float:
+        """Epochs done before step `step`; in a mixture, those of the dataset that was read most often."""
+        return max(self.epochs(step))
+
+    def epochs(self, step: int) -> list[float]:
+        """Epochs done before step `step`, of each dataset."""
+        window = step * self.windows_per_step
+        drawn = self._mixing.drawn_before(window) if self._mixing else [window]
+        return [n / order.windows_per_epoch for n, order in zip(drawn, self._orders, strict=True)]
+
+    def micro_batch(self, step: int, m: int) -> tuple[torch.Tensor, ...]:
         """Inputs and targets of micro-batch `m` of `step` for this rank: int64 [micro_batch_size, block_size] each.
 
-        They are new tensors on the device. On CUDA the copy runs on the current stream, behind the work before it.
+        With an eot_id, doc_start and positions follow. All are new tensors on the device. On CUDA the copy runs on the
+        current stream, behind the work before it.
         """
         if not 0 <= m < self.micro_batches_per_step:
             raise IndexError(f"micro-batch {m} of {self.micro_batches_per_step}")
         row = (m * self.world_size + self.rank) * self.micro_batch_size
-        windows = np.arange(row, row + self.micro_batch_size) + step * self.windows_per_step
-        rows = self.tokens.windows(self.window_starts(windows), self.block_size + 1)
-        return self._to_device(rows[:, :-1], rows[:, 1:])
+        rows = self.rows(np.arange(row, row + self.micro_batch_size) + step * self.windows_per_step)
+        return _with_documents(self._to_device(rows[:, :-1], rows[:, 1:]), self.eot_id)
+
+    def rows(self, windows: np.ndarray) -> np.ndarray:
+        """The tokens of the windows of these global indices [n], int64 [n, block_size + 1]."""
+        if self._mixing is None:
+            return self._orders[0].rows(windows)
+        rows = np.empty((len(windows), self.block_size + 1), dtype=np.int64)
+        dataset_of, local = self._mixing.locate(windows)
+        for dataset in np.unique(dataset_of):
+            chosen = dataset_of == dataset
+            rows[chosen] = self._orders[dataset].rows(local[chosen])
+        return rows
+
+
+class WindowOrder:
+    """The endless sequence of windows of one dataset, epoch after epoch. `stream` is its place in the mixture."""
+
+    def __init__(self, tokens: Tokens, block_size: int, seed: int, stream: int = 0):
+        if len(tokens) < block_size + 1:
+            raise UserError(
+                f"{tokens.source} has {len(tokens):,} tokens, fewer than one window of block_size + 1 = "
+                f"{block_size + 1:,}; prepare more text, or set a smaller block_size"
+            )
+        self.tokens = tokens
+        self.block_size = block_size
+        self.seed = seed
+        self.stream = stream
+        # The offset costs up to block_size - 1 tokens; one window fewer, and every offset leaves room for all windows.
+        self.windows_per_epoch = max(1, len(tokens) // block_size - 1)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    def rows(self, windows: np.ndarray) -> np.ndarray:
+        """The tokens of the windows of these indices [n], int64 [n, block_size + 1]."""
+        return self.tokens.windows(self.window_starts(windows), self.block_size + 1)
 
     def window_starts(self, windows: np.ndarray) -> np.ndarray:
-        """Where the windows of these global indices [n] start in the token sequence, int64 [n]."""
+        """Where the windows of these indices [n] start in the token sequence, int64 [n]."""
         epochs, within = np.divmod(windows, self.windows_per_epoch)
         starts = np.empty(len(windows), dtype=np.int64)
         for epoch in np.unique(epochs):
@@ -99,16 +149,63 @@ class Loader:
             if len(self._orders) == 2:
                 self._orders.pop(min(self._orders))
             slack = len(self.tokens) - self.windows_per_epoch * self.block_size  # offsets that leave room, at least 1
-            self._orders[epoch] = epoch_order(self.seed, epoch, self.windows_per_epoch, min(slack, self.block_size))
+            n_offsets = min(slack, self.block_size)
+            self._orders[epoch] = epoch_order(self.seed, epoch, self.windows_per_epoch, n_offsets, self.stream)
         return self._orders[epoch]
 
 
-def epoch_order(seed: int, epoch: int, n_windows: int, n_offsets: int) -> tuple[int, np.ndarray]:
+class Mixing:
+    """Which dataset a window of a mixture comes from, and the how-manieth of that dataset it is.
+
+    shares: windows of each dataset in a block
+    """
+
+    def __init__(self, seed: int, shares: Sequence[int]):
+        self.seed = seed
+        self.shares = np.array(shares, dtype=np.int64)
+        self._block = int(self.shares.sum())
+        self._dataset_of_slot = np.repeat(np.arange(len(shares)), self.shares)
+        self._kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def locate(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For windows of these global indices [n]: the dataset of each and its index in that dataset's sequence."""
+        blocks, within = np.divmod(windows, self._block)
+        datasets, local = np.empty_like(windows), np.empty_like(windows)
+        for block in np.unique(blocks):
+            dataset_of, rank = self._order(int(block))
+            chosen = blocks == block
+            datasets[chosen] = dataset_of[within[chosen]]
+            local[chosen] = block * self.shares[datasets[chosen]] + rank[within[chosen]]
+        return datasets, local
+
+    def drawn_before(self, window: int) -> list[int]:
+        """How many windows of each dataset come before this global index."""
+        block, within = divmod(window, self._block)
+        dataset_of, _ = self._order(block)
+        return (block * self.shares + np.bincount(dataset_of[:within], minlength=len(self.shares))).tolist()
+
+    def _order(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each place in a block: its dataset, and how many of that dataset stand before it. Two are kept."""
+        if block not in self._kept:
+            if len(self._kept) == 2:
+                self._kept.pop(min(self._kept))
+            _, slots = epoch_order(self.seed, block, self._block, 1, MIXING_STREAM)
+            dataset_of = self._dataset_of_slot[slots]
+            rank = np.empty(self._block, dtype=np.int64)
+            for dataset, share in enumerate(self.shares):
+                rank[dataset_of == dataset] = np.arange(share)
+            self._kept[block] = dataset_of, rank
+        return self._kept[block]
+
+
+def epoch_order(seed: int, epoch: int, n_windows: int, n_offsets: int, stream: int = 0) -> tuple[int, np.ndarray]:
     """The offset in [0, n_offsets) and the permutation of n_windows that (seed, epoch) stand for.
 
+    Each `stream` has its own: the datasets of a mixture count from 0, and the order of its blocks is MIXING_STREAM.
     Made of Philox's raw bits and a stable sort: numpy promises those never change, unlike `Generator.permutation`.
     """
-    bits = np.random.Philox(key=np.array([seed % 2**64, epoch], dtype=np.uint64)).random_raw(n_windows + 1)
+    key = np.array([seed % 2**64, stream << STREAM_SHIFT | epoch], dtype=np.uint64)
+    bits = np.random.Philox(key=key).random_raw(n_windows + 1)
     return int(bits[-1] % np.uint64(n_offsets)), np.argsort(bits[:-1], kind="stable")
 
 
@@ -118,14 +215,16 @@ def validation_batches(
     batch_size: int,
     device: torch.device | str,
     max_windows: int | None = None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    eot_id: int | None = None,
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """The fixed windows that validate a model, in order: inputs and targets, int64 [batch_size, block_size] each.
 
     The windows do not overlap and every token but the first is a target exactly once. All batches have the same shape:
     what is missing in the last window and in the last batch is filled with input 0 and target IGNORE_INDEX. Given
-    `max_windows`, only that many windows are read, evenly spread and always the same ones.
+    `max_windows`, only that many windows are read, evenly spread and always the same ones. With an eot_id, the tensors
+    of `document_starts` follow. A mixture is validated one dataset after the other, see `mixture.split_parts`.
     """
-    tokens = tokens if isinstance(tokens, Tokens) else Tokens([tokens])
+    tokens = Tokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
     n_windows = math.ceil((len(tokens) - 1) / block_size)
     if n_windows < 1:
         raise UserError(f"{tokens.source} has {len(tokens)} tokens, and predicting one takes two")
@@ -135,7 +234,26 @@ def validation_batches(
     batch_size = min(batch_size, len(chosen))
     to_device = _BatchCopier(device)
     for first in range(0, len(chosen), batch_size):
-        yield to_device(*_validation_rows(tokens, chosen[first : first + batch_size], block_size, batch_size))
+        rows = _validation_rows(tokens, chosen[first : first + batch_size], block_size, batch_size)
+        yield _with_documents(to_device(*rows), eot_id)
+
+
+def document_starts(inputs: torch.Tensor, eot_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each position's document starts in its row, and how far into the document it is.
+
+    inputs: int64 [B, T]. Returns doc_start int32 [B, T], the index in the row of the first token of the document that
+    the position belongs to, and positions int64 [B, T], its distance from there. An eot_id belongs to the document it
+    ends; the first document of a row starts at 0, also where the row begins in the middle of it.
+    """
+    index = torch.arange(inputs.shape[1], device=inputs.device)
+    after_eot = torch.zeros_like(inputs)
+    after_eot[:, 1:] = torch.where(inputs[:, :-1] == eot_id, index[1:], 0)
+    starts = after_eot.cummax(dim=1).values
+    return starts.to(torch.int32), index - starts
+
+
+def _with_documents(batch: tuple[torch.Tensor, torch.Tensor], eot_id: int | None) -> tuple[torch.Tensor, ...]:
+    return batch if eot_id is None else (*batch, *document_starts(batch[0], eot_id))
 
 
 def _validation_rows(

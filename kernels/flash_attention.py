@@ -264,17 +264,18 @@ TRIAL_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-
 
 
 def trial(device: torch.device, head_dim: int, dtype: torch.dtype) -> list[float]:
-    """Largest errors of out, dq, dk and dv against the definition in fp32, each relative to its largest entry."""
+    """Largest errors of out, dq, dk and dv against the definition in fp64, each relative to its largest entry."""
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        steps = torch.arange(4 * 200 * head_dim, dtype=torch.float32, device=device)  # no random numbers are drawn
-        q, k, v, dout = (torch.sin(steps * f).view(1, 4, 200, head_dim).to(dtype) for f in (0.71, 1.37, 2.11, 0.93))
+        # Noise without a random number generator, whose state belongs to the program.
+        steps = torch.arange(4 * 200 * head_dim, dtype=torch.float32, device=device).view(1, 4, 200, head_dim)
+        q, k, v, dout = (torch.frac(torch.sin(steps * f) * 43758.5).to(dtype) * 2 for f in (0.71, 1.37, 2.11, 0.93))
         k, v = k[:, :2], v[:, :2]
         got = []
-        for run, to in ((forward_op, dtype), (None, torch.float32)):
+        for run, to in ((forward_op, dtype), (None, torch.float64)):
             inputs = [x.to(to).detach().requires_grad_() for x in (q, k, v)]
             if run is None:
                 out = reference.attention(*inputs)
             else:
                 out, _ = run(*inputs, None, True, None, 1.0 / math.sqrt(head_dim))
             got.append((out, *torch.autograd.grad(out, inputs, dout.to(to))))
-        return [((a.float() - b).abs().max() / b.abs().max()).item() for a, b in zip(*got, strict=True)]
+        return [((a.double() - b).abs().max() / b.abs().max()).item() for a, b in zip(*got, strict=True)]

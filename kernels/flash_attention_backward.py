@@ -177,8 +177,9 @@ def dkdv_kernel(
     for part in tl.static_range(3):  # masked diagonal, mask-free middle, masked edge of a window or document
         if part == 1 or (part == 0 and CAUSAL) or (part == 2 and (WINDOW or DOCUMENTS)):
             dk_tile, dv_tile = add_queries(
-                dk_tile, dv_tile, k_tile, v_tile, q, dout, lse2, delta, doc_start_ptr, batch, first_head, first_key,
-                bounds[part], bounds[part + 1], group // splits, heads_q, padded, tokens_q, tokens_k, window, scale_log2,
+                dk_tile, dv_tile, k_tile, v_tile, q, dout, lse2, delta, doc_start_ptr,
+                batch, first_head, first_key, bounds[part], bounds[part + 1], group // splits, heads_q,
+                padded, tokens_q, tokens_k, window, scale_log2,
                 HEAD_DIM, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, DOCUMENTS, TMA, part != 1,
             )  # fmt: skip
     store_tile(dk, split * batches + batch, kv_head, first_key, tokens_k, dk_tile * scale, BLOCK_N, HEAD_DIM)

@@ -207,8 +207,9 @@ def forward_kernel(
     for part in tl.static_range(3):  # masked edge, mask-free middle, masked end
         if part > 0 or WINDOW or DOCUMENTS:
             acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, q_tile, k, v, batch, kv_head, position, doc_start, bounds[part], bounds[part + 1],
-                tokens_k, window, scale_log2, HEAD_DIM, BLOCK_N, CAUSAL, WINDOW, DOCUMENTS, TMA, part != 1,
+                acc, row_max, row_sum, q_tile, k, v, batch, kv_head, position, doc_start,
+                bounds[part], bounds[part + 1], tokens_k, window, scale_log2,
+                HEAD_DIM, BLOCK_N, CAUSAL, WINDOW, DOCUMENTS, TMA, part != 1,
             )  # fmt: skip
 
     # FA2 (1) again: the only division. Rows that saw nothing have row_sum 0: out 0, lse -inf.

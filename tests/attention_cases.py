@@ -5,13 +5,22 @@ twice as much as plain PyTorch in the kernel's dtype, plus a rounding of the res
 """
 
 import math
+import os
 from dataclasses import dataclass
 
 import torch
 
-from kernels import flash_attention
-from kernels.reference import softmax_and_lse, visible_keys
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, when the kernels are imported
 
+from kernels import flash_attention  # noqa: E402
+from kernels.interpreter import INTERPRETED  # noqa: E402
+from kernels.reference import softmax_and_lse, visible_keys  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# Where the exact result is 0 by cancellation (one key: dq = 0), sums in another order leave a few ulp of fp32.
+FLOOR = 2e-5
+HEADS = [(6, 6), (6, 3), (6, 2), (8, 2), (6, 1)]
 MASKS = ["full", "causal", "window", "documents", "window+documents"]
 LAYOUTS = ["bhtd", "bthd", "packed", "padded", "offset"]
 
@@ -32,7 +41,7 @@ class Case:
         return f"b{self.batch}-h{heads}-t{tokens}-d{self.head_dim}-{dtype}-{self.mask}-{self.layout}"
 
 
-def mask_options(mask, batch, tokens_q, tokens_k, generator, device="cpu"):
+def mask_options(mask, batch, tokens_q, tokens_k, generator, device=DEVICE):
     """Keyword arguments of one mask. Documents are of random length, of length 1 too; some start past the keys that
     their queries may see, so that those see nothing."""
     options = dict(causal=mask != "full")
@@ -65,7 +74,7 @@ def lay_out(x, layout):
     return home[1:].view_as(x)
 
 
-def inputs(case, device="cpu", seed=0):
+def inputs(case, device=DEVICE, seed=0):
     """q, k, v (leaves), dout, and the keyword arguments of the mask."""
     generator = torch.Generator().manual_seed(seed)
     (heads_q, heads_kv), (tokens_q, tokens_k) = case.heads, case.tokens
@@ -78,7 +87,7 @@ def inputs(case, device="cpu", seed=0):
     return [x.detach().requires_grad_() for x in (q, k, v)], dout, options
 
 
-def textbook(q, k, v, dout, options, dtype, scale_k):
+def textbook(q, k, v, dout, options, dtype, scale_k, backward=True):
     """out, dq, dk, dv with every step in `dtype`; `scale_k` scales k before the product instead of the scores."""
     q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
     scale = 1.0 / math.sqrt(q.shape[3])
@@ -90,7 +99,7 @@ def textbook(q, k, v, dout, options, dtype, scale_k):
         scores = q @ wide_k.transpose(-2, -1) * scale
     mask = visible_keys(q.shape[2], k.shape[2], device=q.device, **options)
     out = softmax_and_lse(scores, mask)[0] @ wide_v
-    return [out, *torch.autograd.grad(out, (q, k, v), dout.to(dtype))]
+    return [out, *torch.autograd.grad(out, (q, k, v), dout.to(dtype))] if backward else [out.detach()]
 
 
 def run(q, k, v, dout, options, backward=True):
@@ -104,13 +113,13 @@ def run(q, k, v, dout, options, backward=True):
         torch.use_deterministic_algorithms(deterministic)
 
 
-def check(case, device="cpu", backward=True):
+def check(case, device=DEVICE, backward=True):
     """Assert that the kernel passes the rule; returns (error, allowed) of out and of the gradients."""
     (q, k, v), dout, options = inputs(case, device)
     got = run(q, k, v, dout, options, backward)
     high = torch.float64 if case.dtype == torch.float32 else torch.float32
-    exact = textbook(q, k, v, dout, options, high, scale_k=False)
-    plain = textbook(q, k, v, dout, options, case.dtype, scale_k=True)
+    exact = textbook(q, k, v, dout, options, high, False, backward)
+    plain = textbook(q, k, v, dout, options, case.dtype, True, backward)
     report = []
     for name, x, reference, other in zip(("out", "dq", "dk", "dv"), got, exact, plain, strict=False):
         assert x.dtype == case.dtype and x.shape == reference.shape, name
@@ -119,10 +128,13 @@ def check(case, device="cpu", backward=True):
             continue
         rounded = reference.to(case.dtype)
         allowed = 2 * (other.to(high) - reference).abs().max() + 2 * (rounded + 0.3 - 0.3 - rounded).abs().max()
+        allowed = allowed + FLOOR
         error = (x.to(high) - reference).abs()
         assert error.max() <= allowed, f"{case}: {name} is wrong by {error.max():.2e}, allowed {allowed:.2e}"
         # A single wrong row hides below a maximum taken elsewhere, not below the mean.
-        mean_allowed = 2 * (other.to(high) - reference).abs().mean() + (rounded + 0.3 - 0.3 - rounded).abs().mean()
+        mean_allowed = (
+            2 * (other.to(high) - reference).abs().mean() + (rounded + 0.3 - 0.3 - rounded).abs().mean() + FLOOR
+        )
         assert error.mean() <= mean_allowed, f"{case}: {name} is wrong by {error.mean():.2e} in the mean"
         report.append((error.max().item(), allowed.item()))
     return report

@@ -5,23 +5,15 @@ import math
 import pytest
 import torch
 
+from tests.attention_cases import HEADS, MASKS, mask_options  # isort: skip (before the kernels are imported)
+
 from kernels import flash_attention, flash_decode
 
-HEADS = [(6, 6), (6, 3), (6, 2), (8, 2), (6, 1)]
 LENGTHS = [(1, 1), (3, 3), (1, 17), (17, 1), (5, 40), (40, 5), (33, 33), (64, 48), (48, 64)]
-MASKS = ["full", "causal", "window", "documents", "window+documents"]
 
 
-def options_of(mask, batch, tokens_q, tokens_k, generator=None):
-    """Keyword arguments of one mask; documents include ones of length 1 and rows that see nothing."""
-    options = dict(causal=mask != "full")
-    if "window" in mask:
-        options["window"] = max(1, tokens_k // 3)
-    if "documents" in mask:
-        starts = torch.rand(batch, tokens_q, generator=generator) < 0.3
-        position = torch.arange(tokens_q) + tokens_k - tokens_q
-        options["doc_start"] = torch.where(starts, position, 0).cummax(dim=1).values.to(torch.int32)
-    return options
+def options_of(mask, batch, tokens_q, tokens_k, generator):
+    return mask_options(mask, batch, tokens_q, tokens_k, generator, "cpu")
 
 
 def attention_by_hand(q, k, v, causal, window=None, doc_start=None, scale=None):

@@ -152,7 +152,10 @@ def test_resume_refuses_what_the_checkpoint_cannot_follow(change):
 
 
 def test_accumulation_is_derived():
-    assert build({"tokens_per_step": 8192, "micro_batch_size": 4, "block_size": 256}).accumulation_steps == 8
+    config = build({"tokens_per_step": 8192, "micro_batch_size": 4, "block_size": 256})
+    assert (config.accumulation_steps(), config.accumulation_steps(4)) == (8, 2)
+    with pytest.raises(UserError, match="4 x 256 x 3 = 3072: use 6144 or 9216"):
+        config.accumulation_steps(3)
 
 
 def test_defaults_are_valid():
