@@ -208,9 +208,10 @@ class Attention(nn.Module):
         """y [B, H, T, D] -> [B, T, C]: heads side by side, then the output projection."""
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
-    def forward(self, x, rope):
+    def forward(self, x, rope, doc_start):
         q, k, v = self.qkv(x, rope)
-        return self.merge(flash_attention(q, k, v, window=self.config.sliding_window, backend=self.backend))
+        window = self.config.sliding_window
+        return self.merge(flash_attention(q, k, v, window=window, doc_start=doc_start, backend=self.backend))
 
     def decode(self, x, rope, positions, cache):
         q, k, v = self.qkv(x, rope)
@@ -243,8 +244,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope):
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope))
+    def forward(self, x, rope, doc_start):
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, doc_start))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
     def decode(self, x, rope, positions, cache):
@@ -306,20 +307,25 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         return self.dropout(x if self.dtype is None else x.to(self.dtype))
 
-    def forward(self, tokens, targets=None):
+    def forward(self, tokens, targets=None, doc_start=None):
         """Train or score whole sequences.
 
         Args:
             tokens: int64 [B, T], T <= block_size.
             targets: int64 [B, T], the token that follows each position, or -100 where there is no loss.
+            doc_start: int32 [B, T], where the document of each position starts in its row. Tokens then see their own
+                document alone, and positions count from its start, as if each document were a sequence of its own.
 
         Returns:
             logits [B, T, vocab_size]; with targets, the mean loss in nats per counted target (fp32 scalar).
         """
-        rope = rope_table(torch.arange(tokens.shape[1], device=tokens.device), self.config)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if doc_start is not None:
+            positions = positions - doc_start  # [B, T]
+        rope = rope_table(positions, self.config)
         x = self.embedded(tokens)
         for layer in self.layers:
-            x = layer(x, rope)
+            x = layer(x, rope, doc_start)
         logits = self.logits(x)
         if targets is None:
             return logits

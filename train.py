@@ -6,6 +6,7 @@ the data is a function of (seed, step), and so is the dropout.
 """
 
 import math
+import os
 import platform
 import signal
 import subprocess
@@ -70,6 +71,9 @@ def train(config, world, device, saved, saved_at):
 
     # ---- model and optimizers ---------------------------------------------------------------------------------------
     dtype = pick_dtype(config.dtype, device)
+    torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     torch.set_float32_matmul_precision("high")  # fp32 products on GPUs may use TF32; the CPU has no such thing
     model = Transformer(config.model, attention=None if config.attention == "auto" else config.attention, dtype=dtype)
     model.init_weights(torch.Generator().manual_seed(config.seed))
@@ -369,7 +373,7 @@ def introduction(config, dataset, loader, world, device, dtype, compiled, gpu, o
     return f"""{show(config)}
 versions: {" ".join(f"{k} {v}" for k, v in origin["versions"].items())}, commit {origin["commit"]}
 device: {device} ({name}), {str(dtype).removeprefix("torch.")}, {"compiled" if compiled else "not compiled"}, {peak}
-attention: {describe_backend(device) if config.attention == "auto" else config.attention}
+attention: {describe_backend(device, model.head_dim, dtype) if config.attention == "auto" else config.attention}
 data: {dataset.name} ({dataset.hash[:12]}), {len(dataset.train):,} training and {len(dataset.val):,} validation tokens
 model: {model.n_params():,} parameters, {kind} {model.n_head}/{model.n_kv_head} heads of {model.head_dim}, \
 {model.flops_per_token(model.block_size):,} FLOPs a token, {model.kv_cache_bytes(1, 1):,} bytes of bf16 KV cache a token

@@ -16,7 +16,9 @@ import json
 import math
 import multiprocessing
 import statistics
+import sys
 import time
+from collections import Counter
 from dataclasses import asdict, astuple, dataclass
 
 import torch
@@ -88,6 +90,7 @@ def attention_of(name: str, shape: Shape):
         mask = None
         if shape.causal:
             mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, shape.tokens, shape.tokens, device="cuda")
+        torch._dynamo.reset()  # its limit of recompilations counts all shapes of a run
         compiled = torch.compile(flex_attention, dynamic=False)
         return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=shape.n_head != shape.n_kv_head)
     kernel = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}[name]
@@ -153,6 +156,7 @@ def measure(shape: Shape, names: tuple[str, ...], rounds: int) -> dict[str, dict
                 torch.cuda.reset_peak_memory_stats()
                 out = call(q, k, v)
                 torch.autograd.grad(out, (q, k, v), dout)
+                out = None
             peak = torch.cuda.max_memory_allocated() - before
             out = call(q, k, v)
         except torch.cuda.OutOfMemoryError:
@@ -217,7 +221,9 @@ def table(shapes: list[Shape], rounds: int, naive: bool) -> dict:
         cells = {"shape": str(shape)}
         for name, result in results.items():
             if "error" in result:
-                cells[name] = result["error"]
+                cells[name] = result["error"] if len(result["error"]) < 20 else "n/a"
+                if cells[name] == "n/a":
+                    print(f"{name} cannot run {shape}: {result['error']}", file=sys.stderr)
                 row["results"][name] = result
                 continue
             speed = {d: tflops(shape, result, d) for d in ("forward", "backward")}
@@ -302,40 +308,39 @@ def candidates(phase: str) -> list:
     return [
         Tile(*side, stages, tma, registers)
         for side in sides
-        for stages in (1, 2, 3, 4)
+        for stages in (1, 2, 3)
         for tma in (True, False)
         for registers in (limits if side[2] == 8 else [None])
-        if not (registers and not tma)
+        if tma or registers is None
     ]
 
 
-def phase_call(phase: str, shape: Shape, tile):
-    """A function that launches one kernel with this tile and returns its results."""
+def phase_runner(phase: str, shape: Shape):
+    """A function of a tile that launches one kernel on this shape and returns its results."""
     from kernels.flash_attention_backward import key_gradients, prepare, query_gradients
     from kernels.flash_attention_forward import forward
 
     q, k, v, dout = (x.detach() for x in shape.tensors())
-    scale = 1 / math.sqrt(shape.head_dim)
-    options = (None, shape.causal, None, scale)
+    options = (None, shape.causal, None, 1 / math.sqrt(shape.head_dim))
     if phase == "forward":
-        return lambda: forward(q, k, v, *options, tile)
+        return lambda tile: forward(q, k, v, *options, tile)
     out, lse = forward(q, k, v, *options)
     prepared = prepare(out, dout, lse)
-    function = {"dkdv": key_gradients, "dq": query_gradients}[phase]
-    return lambda: function(q, k, v, dout, prepared, *options, tile)
+    launch = {"dkdv": key_gradients, "dq": query_gradients}[phase]
+    return lambda tile: launch(q, k, v, dout, prepared, *options, tile)
 
 
-def compiles(job) -> bool:
-    """In a process of the pool: compile and launch on a short sequence."""
+def why_not(job) -> str | None:
+    """In a process of the pool: compile and launch on a short sequence; None if that works, else the error."""
     import triton
 
     phase, head_dim, causal, tile = job
     try:
-        phase_call(phase, Shape(1, 1, 1, 256, head_dim, causal), tile)()
+        phase_runner(phase, Shape(1, 1, 1, 256, head_dim, causal))(tile)
         torch.cuda.synchronize()
-    except (RuntimeError, triton.errors.TritonError):  # does not fit this chip, or the compiler gives up
-        return False
-    return True
+    except (RuntimeError, triton.errors.TritonError) as error:  # does not fit this chip, or the compiler gives up
+        return f"{type(error).__name__}: {str(error)[:60]}"
+    return None
 
 
 def sweep(head_dims: list[int], phases: list[str], rounds: int) -> dict:
@@ -345,54 +350,59 @@ def sweep(head_dims: list[int], phases: list[str], rounds: int) -> dict:
     began = time.perf_counter()
     jobs = [(p, d, c, t) for p in phases for d in head_dims for c in (True, False) for t in candidates(p)]
     with multiprocessing.get_context("spawn").Pool(max(1, min(14, multiprocessing.cpu_count() - 1))) as pool:
-        good = {job for job, fits in zip(jobs, pool.map(compiles, jobs, chunksize=4), strict=True) if fits}
+        reasons = dict(zip(jobs, pool.map(why_not, jobs, chunksize=4), strict=True))
+    good = {job for job, reason in reasons.items() if reason is None}
     print(f"{len(good)} of {len(jobs)} candidates compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    for reason, times in Counter(r for r in reasons.values() if r).most_common(5):
+        print(f"  {times} times {reason}")
     best = {}
     for phase in phases:
         for head_dim in head_dims:
-            shapes = [s for s in SHAPES if s.head_dim == head_dim]
             default = tile_for(phase, head_dim, DTYPE, torch.device("cuda", 0))
             tiles = [t for t in candidates(phase) if all((phase, head_dim, c, t) in good for c in (True, False))]
-            tiles = list(dict.fromkeys([default, *tiles]))
-            calls = {shape: {tile: phase_call(phase, shape, tile) for tile in tiles} for shape in shapes}
-            seen = {}
-            for tile in tiles:
-                for shape in shapes:
-                    calls[shape][tile]()
-                    seen[tile, shape] = time_once(calls[shape][tile], 3, 3e-4)
-
-            def slowdown(tile, times, shapes=shapes, tiles=tiles):
-                fastest = {s: min(times[t, s] for t in tiles if (t, s) in times) for s in shapes}
-                return statistics.geometric_mean(times[tile, s] / fastest[s] for s in shapes)
-
-            finalists = sorted(tiles, key=lambda tile: slowdown(tile, seen))[:8]
-            # The best of each single shape too: a table by shape may be worth it.
-            finalists += [min(tiles, key=lambda t, s=s: seen[t, s]) for s in shapes]
-            finalists = list(dict.fromkeys([default, *finalists]))
-            final = {}
-            for shape in shapes:
-                reference = calls[shape][default]()
-                for tile in finalists:
-                    got = calls[shape][tile]()
-                    pairs = zip(*((x,) if torch.is_tensor(x) else x for x in (got, reference)), strict=True)
-                    wrong = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
-                    if not wrong < 0.1:
-                        print(f"WRONG {phase} {shape} {astuple(tile)}: differs by {wrong:.2e}")
-                times = interleave({tile: calls[shape][tile] for tile in finalists}, rounds)
-                final |= {(tile, shape): statistics.median(times[tile]) for tile in finalists}
-            print(f"\n{phase} D{head_dim}: mean slowdown, then TFLOP/s at " + "; ".join(map(str, shapes)))
-            # Products of this kernel over those of the whole direction: dk, dv 4 of 5, dq 3 of 5 of the backward pass.
-            share = {"forward": 1.0, "dkdv": 2.0, "dq": 1.5}[phase]
-            for tile in sorted(finalists, key=lambda tile: slowdown(tile, final, tiles=finalists)):
-                speeds = [share * s.flops("forward") / final[tile, s] / 1e9 for s in shapes]
-                mark = " (table)" if tile == default else ""
-                slower = slowdown(tile, final, tiles=finalists)
-                print(f"{slower:.3f} {astuple(tile)}{mark}: " + " ".join(f"{x:.0f}" for x in speeds), flush=True)
-            winner = min(finalists, key=lambda tile: slowdown(tile, final, tiles=finalists))
-            best[f"{phase} D{head_dim}"] = dict(
-                tile=astuple(winner), gain_over_table=slowdown(default, final, tiles=finalists) - 1
-            )
+            best[f"{phase} D{head_dim}"] = sweep_kernel(phase, head_dim, default, tiles, rounds)
     return dict(sweep=best, seconds=time.perf_counter() - began)
+
+
+def sweep_kernel(phase: str, head_dim: int, default, tiles: list, rounds: int) -> dict:
+    """The best tile of one kernel over the shapes with this head_dim, and how much it gains over the table's."""
+    shapes = [s for s in SHAPES if s.head_dim == head_dim]
+    runners = {shape: phase_runner(phase, shape) for shape in shapes}
+    tiles = list(dict.fromkeys([default, *tiles]))
+    screened = {}
+    for shape, launch in runners.items():
+        for tile in tiles:
+            launch(tile)
+            screened[shape, tile] = time_once(lambda tile=tile, launch=launch: launch(tile), 3, 3e-4)
+
+    def slowdown(tile, times, among):
+        """Geometric mean over the shapes of this tile's time over the fastest tile's."""
+        return statistics.geometric_mean(times[s, tile] / min(times[s, t] for t in among) for s in shapes)
+
+    finalists = [default, *sorted(tiles, key=lambda tile: slowdown(tile, screened, tiles))[:8]]
+    finalists += [min(tiles, key=lambda t, s=s: screened[s, t]) for s in shapes]  # is one shape served badly?
+    finalists = list(dict.fromkeys(finalists))
+    final = {}
+    for shape, launch in runners.items():
+        wanted = launch(default)
+        for tile in finalists:
+            pairs = zip(*((x,) if torch.is_tensor(x) else x for x in (launch(tile), wanted)), strict=True)
+            wrong = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+            if not wrong < 0.1:
+                print(f"WRONG: {phase} {shape} {astuple(tile)} differs by {wrong:.2e}")
+        times = interleave({t: lambda t=t, launch=launch: launch(t) for t in finalists}, rounds)
+        final |= {(shape, t): statistics.median(times[t]) for t in finalists}
+
+    print(f"\n{phase} D{head_dim}: mean slowdown, tile, TFLOP/s at " + "; ".join(map(str, shapes)))
+    ranked = sorted(finalists, key=lambda tile: slowdown(tile, final, finalists))
+    # Matrix products of size T x T x D: two in the forward pass, four in the kernel for dk and dv, three for dq.
+    work = {"forward": 1.0, "dkdv": 2.0, "dq": 1.5}[phase]
+    for tile in ranked:
+        speeds = " ".join(f"{work * s.flops('forward') / final[s, tile] / 1e9:.0f}" for s in shapes)
+        mark = " <- the table's" if tile == default else ""
+        print(f"{slowdown(tile, final, finalists):.3f} {astuple(tile)}: {speeds}{mark}", flush=True)
+    gain = slowdown(default, final, finalists) / slowdown(ranked[0], final, finalists) - 1
+    return dict(tile=astuple(ranked[0]), gain_over_table=gain)
 
 
 def count(text: str) -> int:

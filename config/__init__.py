@@ -41,6 +41,7 @@ class TrainConfig:
     device: str = option("auto", "auto takes cuda, then mps, then cpu")
     dtype: str = option("auto", "of activations; auto is bfloat16 on GPUs that have it (sm_80 on), else float32")
     compile: bool | None = option(None, "torch.compile, without graph breaks (none: on cuda only)")
+    deterministic: bool = option(False, "repeat a run bit for bit on a GPU too; slower (a CPU always does)")
     attention: str = option("auto", "implementation: auto chooses for the device; naive keeps the T x T matrix")
 
     max_steps: int = option(1000, "optimizer steps in the whole run")

@@ -58,7 +58,9 @@ if triton is not None:
         q: Tensor, k: Tensor, v: Tensor, doc_start: Tensor | None, causal: bool, window: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return forward(q, k, v, None if doc_start is None else doc_start.contiguous(), causal, window, scale)
+        doc_start = None if doc_start is None else doc_start.contiguous()
+        with torch.cuda.device_of(q):  # Triton launches on the current device, wherever the tensors are
+            return forward(q, k, v, doc_start, causal, window, scale)
 
     @forward_op.register_fake
     def _(q, k, v, doc_start, causal, window, scale):
@@ -81,7 +83,8 @@ if triton is not None:
         # dout comes from anywhere: a sum gives it strides of 0, a transposed consumer any order.
         dout, q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (dout, q, k, v, out))
         doc_start = None if doc_start is None else doc_start.contiguous()
-        return backward(dout, q, k, v, out, lse.contiguous(), doc_start, causal, window, scale)
+        with torch.cuda.device_of(q):
+            return backward(dout, q, k, v, out, lse.contiguous(), doc_start, causal, window, scale)
 
     @backward_op.register_fake
     def _(dout, q, k, v, out, lse, doc_start, causal, window, scale):

@@ -46,7 +46,8 @@ from kernels.flash_attention_forward import (
 from kernels.tiles import Tile, heads_in_l2, programs_to_fill, tile_for
 
 LOG2_E_ = tl.constexpr(LOG2_E)
-PREPARED_ROWS = 128  # a multiple of every tile's rows
+PADDING = 128  # a multiple of every tile's rows
+PREPARE_ROWS = 32
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -133,7 +134,7 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv are `[splits * B, H_kv, T_k, D]`: `splits` cuts the group of heads, see `backward`."""
+    """dk and dv are `[splits * B, H_kv, T_k, D]`: `splits` cuts the group of heads, see `key_gradients`."""
     # Under a causal mask the first key tile has the most queries: no reversal here.
     key_tiles = tl.cdiv(tokens_k, BLOCK_N)
     tile, kv_head_split = program_tile(key_tiles, heads, section, False)
@@ -247,7 +248,7 @@ def dq_kernel(
     store_tile(dq, batch, head, first_row, tokens_q, dq_tile * scale, BLOCK_M, HEAD_DIM)
 
 
-def last_rows(doc_start: Tensor, tokens_k: int, block: int) -> Tensor:
+def rows_by_document(doc_start: Tensor, tokens_k: int, block: int) -> Tensor:
     """For each tile of `block` keys: how many rows have a document that starts at or before its first key, and at or
     before its last key. int32 `[B, tiles, 2]`. `doc_start` grows along a row, so both are binary searches."""
     first = torch.arange(0, tokens_k, block, dtype=torch.int32, device=doc_start.device)
@@ -257,28 +258,20 @@ def last_rows(doc_start: Tensor, tokens_k: int, block: int) -> Tensor:
 
 
 def prepare(out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """lse in powers of two and delta, fp32 vectors with every head padded to a multiple of PREPARED_ROWS rows."""
+    """lse in powers of two and delta, fp32 vectors with every head padded to a multiple of PADDING rows."""
     batch, heads_q, tokens_q, head_dim = out.shape
-    padded = triton.cdiv(tokens_q, PREPARED_ROWS) * PREPARED_ROWS
+    padded = triton.cdiv(tokens_q, PADDING) * PADDING
     lse2, delta = lse.new_empty(2, batch * heads_q * padded)
-    prepare_kernel[(padded // PREPARED_ROWS * batch * heads_q,)](
-        source(out), source(dout), lse, lse2, delta, heads_q, tokens_q, padded, HEAD_DIM=head_dim, ROWS=PREPARED_ROWS
+    prepare_kernel[(padded // PREPARE_ROWS * batch * heads_q,)](
+        source(out), source(dout), lse, lse2, delta, heads_q, tokens_q, padded, HEAD_DIM=head_dim, ROWS=PREPARE_ROWS
     )
     return lse2, delta
 
 
 def key_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    prepared: tuple[Tensor, Tensor],
-    doc_start: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    tile: Tile | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, prepared: tuple[Tensor, Tensor],
+    doc_start: Tensor | None, causal: bool, window: int | None, scale: float, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dk and dv, like k and v. `tile` replaces the table's entry."""
     batch, heads_q, tokens_q, head_dim = q.shape
     heads_kv, tokens_k = k.shape[1], k.shape[2]
@@ -299,9 +292,9 @@ def key_gradients(
     dkdv_kernel[(key_tiles * batch * heads_kv * splits,)](
         source(q, tile.rows, tma), source(k, tile.keys, tma), source(v, tile.keys, tma), source(dout, tile.rows, tma),
         *(TensorDescriptor(x, [x.numel()], [1], [tile.rows]) if tma else x for x in prepared),
-        doc_start, None if doc_start is None else last_rows(doc_start, tokens_k, tile.keys), *map(source, parts),
+        doc_start, None if doc_start is None else rows_by_document(doc_start, tokens_k, tile.keys), *map(source, parts),
         batch * heads_kv * splits, heads_q, heads_kv, group, splits, padded, tokens_q, tokens_k, window or 0,
-        splits * heads_in_l2(group * tokens_q * head_dim, q.dtype, q.device), scale, scale * LOG2_E,
+        splits * heads_in_l2(batch * heads_kv, group * tokens_q * head_dim, q), scale, scale * LOG2_E,
         HEAD_DIM=head_dim, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         CAUSAL=causal, WINDOW=window is not None, DOCUMENTS=doc_start is not None, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
@@ -313,17 +306,9 @@ def key_gradients(
 
 
 def query_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    prepared: tuple[Tensor, Tensor],
-    doc_start: Tensor | None,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    tile: Tile | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, prepared: tuple[Tensor, Tensor],
+    doc_start: Tensor | None, causal: bool, window: int | None, scale: float, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
     """dq, like q. `tile` replaces the table's entry."""
     batch, heads_q, tokens_q, head_dim = q.shape
     tokens_k, group = k.shape[2], heads_q // k.shape[1]
@@ -335,7 +320,7 @@ def query_gradients(
         source(q, tile.rows, tma), source(k, tile.keys, tma), source(v, tile.keys, tma), source(dout, tile.rows, tma),
         *prepared, doc_start, source(dq),
         batch * heads_q, heads_q, group, padded, tokens_q, tokens_k, window or 0,
-        group * heads_in_l2(tokens_k * head_dim, q.dtype, q.device), scale, scale * LOG2_E,
+        group * heads_in_l2(batch * heads_q // group, tokens_k * head_dim, q), scale, scale * LOG2_E,
         HEAD_DIM=head_dim, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         CAUSAL=causal, WINDOW=window is not None, DOCUMENTS=doc_start is not None, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,

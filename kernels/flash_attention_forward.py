@@ -220,10 +220,10 @@ def forward_kernel(
     tl.store(lse_ptr + tl.cast(batch_head, tl.int64) * tokens_q + rows, lse, mask=rows < tokens_q)
 
 
-def empty_heads(like: Tensor, tokens: int, heads: int, dtype: torch.dtype | None = None) -> Tensor:
+def empty_heads(like: Tensor, tokens: int, heads: int) -> Tensor:
     """Uninitialised `[B, heads, tokens, D]` in memory order `[B, tokens, heads, D]`, so that the model's
     `transpose(1, 2).reshape(B, tokens, heads * D)` is free. The strides depend on nothing but the shape."""
-    return like.new_empty(like.shape[0], tokens, heads, like.shape[3], dtype=dtype).transpose(1, 2)
+    return like.new_empty(like.shape[0], tokens, heads, like.shape[3]).transpose(1, 2)
 
 
 def fits_tma(x: Tensor) -> bool:
@@ -262,7 +262,7 @@ def forward(
     forward_kernel[(triton.cdiv(tokens_q, tile.rows) * batch * heads_q,)](
         source(q, tile.rows, tma), source(k, tile.keys, tma), source(v, tile.keys, tma), source(out), lse, doc_start,
         batch * heads_q, heads_q, group, tokens_q, tokens_k, window or 0,
-        group * heads_in_l2(tokens_k * head_dim, q.dtype, q.device), scale * LOG2_E,
+        group * heads_in_l2(batch * heads_kv, tokens_k * head_dim, q), scale * LOG2_E,
         HEAD_DIM=head_dim, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
         CAUSAL=causal, WINDOW=window is not None, DOCUMENTS=doc_start is not None, TMA=tma,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,

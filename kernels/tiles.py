@@ -97,10 +97,10 @@ def tile_for(phase: str, head_dim: int, dtype: torch.dtype, device: torch.device
     return tile_for_chip(phase, head_dim, dtype.itemsize, device_limits(device.index)[0])
 
 
-def heads_in_l2(elements: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many heads, of two tensors with `elements` each (K and V, or Q and dO), half of the L2 cache can hold."""
-    l2 = 32 * 1024 if device.type == "cpu" else device_limits(device.index)[1]
-    return max(1, l2 // 2 // (2 * elements * dtype.itemsize))
+def heads_in_l2(heads: int, elements: int, like: torch.Tensor) -> int:
+    """How many of these heads, with two tensors of `elements` each (K and V, or Q and dO), half the L2 cache holds."""
+    l2 = 32 * 1024 if like.device.type == "cpu" else device_limits(like.device.index)[1]
+    return max(1, min(heads, l2 // 2 // (2 * elements * like.element_size())))
 
 
 def programs_to_fill(device: torch.device) -> int:

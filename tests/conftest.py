@@ -11,6 +11,9 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when the kernels are first imported
+
 from data import exit_cleanly  # noqa: E402
 from data.prepare import main as prepare_main  # noqa: E402
 

@@ -157,6 +157,26 @@ def test_a_window_ends_where_it_says():
     assert moved.nonzero().flatten().tolist() == [5, 6, 7, 8]
 
 
+@pytest.mark.parametrize("attention", ["torch", "naive"])
+@pytest.mark.parametrize("changes", [{}, dict(sliding_window=3)])
+def test_packed_documents_score_as_they_do_apart(attention, changes):
+    config = ModelConfig(**(SMALL | dict(n_kv_head=2) | changes))
+    model = randomised(Transformer(config, attention=attention).init_weights(torch.Generator().manual_seed(0)))
+    lengths = [[5, 1, 10], [16]]
+    tokens, targets = tokens_for(model, seed=1), tokens_for(model, seed=2)
+    starts = [[sum(row[:i]) for i, n in enumerate(row) for _ in range(n)] for row in lengths]
+    packed = model(tokens, targets, doc_start=torch.tensor(starts, dtype=torch.int32))
+    apart = torch.zeros(())
+    for b, row in enumerate(lengths):
+        for i, n in enumerate(row):
+            part = slice(sum(row[:i]), sum(row[:i]) + n)
+            apart = apart + n * model(tokens[b : b + 1, part], targets[b : b + 1, part])
+    assert packed.item() == pytest.approx(apart.item() / 32, rel=1e-5)
+    assert abs(packed.item() - model(tokens, targets).item()) > 1e-3
+    packed.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_gqa_is_mha_with_shared_heads():
     grouped, full = randomised(make(n_kv_head=2)), make(n_kv_head=4)
     weights = grouped.state_dict()

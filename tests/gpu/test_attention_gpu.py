@@ -4,7 +4,6 @@ What the CPU cannot show: bf16, the wgmma and TMA paths, races, addresses past 2
 The cases compile about 150 kernels; a pool of processes does that first, into Triton's cache.
 """
 
-import gc
 import math
 import multiprocessing
 import os
@@ -74,7 +73,9 @@ def compiled():
     assert os.environ.get("TRITON_INTERPRET", "0") == "0", "these tests are about the compiled kernels"
     processes = max(1, min(12, (os.cpu_count() or 2) - 2))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        pool.map(compile_kind, list(kinds()), chunksize=1)
+        compiling = [pool.apply_async(compile_kind, (kind,)) for kind in kinds()]
+        for one in compiling:
+            one.wait()  # and not get: what fails here fails again, by name, in its own test
     yield
     print(
         f"\nattention, {torch.cuda.get_device_name()}: "
@@ -87,8 +88,6 @@ def dirty_memory():
     """Whatever the allocator hands out next has NaN in it."""
     home = torch.full((64, 1024, 1024), math.nan, device="cuda")
     del home
-    yield
-    gc.collect()
 
 
 def test_the_kernels_are_chosen():
@@ -218,8 +217,9 @@ def test_memory_is_inputs_outputs_gradients_and_rows():
             peak, needed = peak_bytes(heads_q, heads_kv, tokens, 64)
             programs = heads_kv * math.ceil(tokens / 128)
             if programs < tiles.programs_to_fill(torch.device("cuda", 0)):
-                # A small launch cuts its groups: at most twice as many programs as fill the chip, of 128 fp32 rows.
-                needed += 2 * 2 * tiles.programs_to_fill(torch.device("cuda", 0)) * 128 * 64 * 4
+                # A small launch cuts its groups: at most twice as many programs as fill the chip, of 128 fp32 rows
+                # of dk and of dv; and one of the two is summed at a time.
+                needed += (2 + 1) * 2 * tiles.programs_to_fill(torch.device("cuda", 0)) * 128 * 64 * 4
             assert peak <= needed * 1.02 + 2**21, (heads_q, heads_kv, tokens, peak, needed)
 
 
@@ -262,7 +262,7 @@ def test_under_checkpointing_and_autocast():
     (q, k, v), dout, options = inputs(Case((8, 2), (256, 256), 64, BF16, batch=2), "cuda")
     wanted = run(q, k, v, dout, options)
     with torch.autocast("cuda", dtype=BF16):
-        out = checkpoint(lambda *x: flash_attention(*x, **options), q, k, v, use_reentrant=False)
+        out = checkpoint(lambda *x: flash_attention(*x, backend="triton", **options), q, k, v, use_reentrant=False)
         got = [out, *torch.autograd.grad(out, (q, k, v), dout)]
     assert all(map(torch.equal, got, wanted))
 
