@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import flash_attention, flash_decode
+from kernels import flash_attention, flash_decode, linear_cross_entropy
 
 VOCAB_MULTIPLE = 64  # the embedding is padded to a multiple of this, so that the matrix units stay aligned
 IGNORE_INDEX = -100  # targets with this value carry no loss
@@ -302,6 +302,12 @@ class Transformer(nn.Module):
         """x [B, T, C] -> [B, T, vocab_size]: the columns that pad the vocabulary are cut off, so they never win."""
         return self.head(self.norm(x))[..., : self.config.vocab_size]
 
+    def loss(self, x, targets):
+        """x [B, T, C], targets [B, T] -> their mean cross-entropy; the padding of the vocabulary takes no part."""
+        x = self.norm(x).flatten(0, 1)  # [B T, C]
+        weight = self.head.weight.to(x.dtype)
+        return linear_cross_entropy(x, weight, targets.flatten(), self.config.vocab_size, IGNORE_INDEX)
+
     def embedded(self, tokens):
         """tokens int64 [B, T] -> [B, T, C] in the compute dtype."""
         x = self.embed(tokens)
@@ -326,10 +332,7 @@ class Transformer(nn.Module):
         x = self.embedded(tokens)
         for layer in self.layers:
             x = layer(x, rope, doc_start)
-        logits = self.logits(x)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
+        return self.logits(x) if targets is None else self.loss(x, targets)
 
     def decode(self, tokens, positions, cache, last_only=False):
         """Continue sequences whose earlier tokens are in the cache; the new ones are added to it.

@@ -8,7 +8,7 @@ block_size = 256
 tie_embeddings = False
 
 dataset = "stdlib"
-max_steps = 680
+max_steps = 770
 tokens_per_step = 4096
 micro_batch_size = 16
 optimizer = "muon"
@@ -16,5 +16,5 @@ learning_rate = 1e-2
 schedule = "linear"
 warmup_steps = 20
 weight_decay = 0.3
-eval_interval = 85
+eval_interval = 110
 sample_prompt = "def main("
