@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import checkpoint
 from config import build, find_gpu, parse_command_line, pick_device, pick_dtype, resume_config, show
-from data import UserError, exit_cleanly, open_dataset
+from data import UserError, exit_cleanly, open_datasets, split_parts, weighted_totals
 from data.loader import IGNORE_INDEX, Loader, validation_batches
 from data.prepare import prepare_stdlib
 from engine import Engine, Sampling
@@ -67,6 +67,7 @@ def train(config, world, device, saved, saved_at):
         config.micro_batch_size,
         rank=world.rank,
         world_size=world.size,
+        eot_id=dataset.tokenizer.eot_id if config.doc_mask else None,
     )
 
     # ---- model and optimizers ---------------------------------------------------------------------------------------
@@ -97,6 +98,7 @@ def train(config, world, device, saved, saved_at):
         if config.wandb:
             wandb_id = log.start_wandb(run, config.flat(), wandb_id)
         print(introduction(config, dataset, loader, world, device, dtype, compiled, gpu, origin), flush=True)
+        prompt = usable_prompt(config, dataset.tokenizer)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
     stop = StopOnSignal()
@@ -156,7 +158,7 @@ def train(config, world, device, saved, saved_at):
                     f"step {step}: loss {loss:.4f}, validation {validation['val_loss']:.4f} nats per token, "
                     f"{validation['val_bpb']:.4f} bits per byte, {clock.seconds():.0f} s"
                 )
-                tqdm.write(sample(model, dataset.tokenizer, config))
+                tqdm.write(sample(model, dataset.tokenizer, prompt, config.seed))
             state = {"step": step, "seconds": clock.seconds(), "best_val_loss": best, "wandb": wandb_id}
             state |= {"config": config.flat(), **origin}
             checkpoint.save(run, state, model, optimizers, dataset.tokenizer, improved, config.keep_checkpoints)
@@ -198,7 +200,7 @@ def open_training_data(config, world):
     if config.dataset == "stdlib" and world.is_main:
         prepare_stdlib()
     world.barrier()
-    return open_dataset(config.dataset)
+    return open_datasets(config.dataset)
 
 
 def update_weights(model, optimizers, loader, step, lr, config, world):
@@ -264,39 +266,60 @@ def check_finite(step, loss, grad_norm, run):
             )
 
 
-@torch.no_grad()
 def evaluate(model, dataset, config, world, device) -> dict:
     """Nats per token and bits per byte over the validation windows: fixed ones, all of them or eval_tokens' worth.
 
-    Each rank takes every world.size-th batch; their sums are added up.
+    The datasets of a mixture count by their weights, as they do in training.
     """
-    T = config.model.block_size
-    max_windows = None if config.eval_tokens is None else config.eval_tokens // T
-    byte_lengths = torch.from_numpy(dataset.tokenizer.token_byte_lengths())
-    nats, n_tokens, n_bytes = 0.0, 0, 0
-    batches = validation_batches(dataset.val, T, config.micro_batch_size, device, max_windows)
-    hidden = None if world.is_main else True
     model.eval()
-    for i, (tokens, targets) in enumerate(tqdm(batches, desc="evaluating", unit="batch", leave=False, disable=hidden)):
-        if i % world.size == world.rank:
-            counted = targets[targets != IGNORE_INDEX].cpu()
-            nats += model(tokens, targets).item() * len(counted)
-            n_tokens += len(counted)
-            n_bytes += byte_lengths[counted].sum().item()
+    totals = [
+        (weight, *score(model, dataset, val, weight, config, world, device)) for val, weight in split_parts(dataset.val)
+    ]
     model.train()
-    sums = torch.tensor([nats, n_tokens, n_bytes], dtype=torch.float64)
-    nats, n_tokens, n_bytes = world.sum(sums.to(device) if world.size > 1 else sums).tolist()
+    nats, n_tokens, n_bytes = weighted_totals(totals)
     return {"val_loss": nats / n_tokens, "val_bpb": nats / math.log(2) / n_bytes}
 
 
-def sample(model, tokenizer, config) -> str:
-    """A continuation of sample_prompt by the model as it stands."""
-    room = min(SAMPLE_TOKENS, config.model.block_size - len(tokenizer.encode(config.sample_prompt)))
-    if room < 1:
-        return "(no sample: sample_prompt fills block_size)"
+@torch.no_grad()
+def score(model, dataset, tokens, weight, config, world, device) -> tuple[float, int, int]:
+    """Nats, tokens and bytes of one dataset's windows. Each rank takes every world.size-th batch."""
+    block_size = config.model.block_size
+    max_windows = None if config.eval_tokens is None else max(1, int(weight * config.eval_tokens) // block_size)
+    eot_id = dataset.tokenizer.eot_id if config.doc_mask else None
+    byte_lengths = torch.from_numpy(dataset.tokenizer.token_byte_lengths())
+    sums = torch.zeros(3, dtype=torch.float64)
+    batches = validation_batches(tokens, block_size, config.micro_batch_size, device, max_windows, eot_id)
+    hidden = None if world.is_main else True
+    for i, batch in enumerate(tqdm(batches, desc="evaluating", unit="batch", leave=False, disable=hidden)):
+        if i % world.size == world.rank:
+            targets = batch[1]
+            counted = targets[targets != IGNORE_INDEX].cpu()
+            loss = model(*batch).item()
+            sums += torch.tensor([loss * len(counted), len(counted), byte_lengths[counted].sum()], dtype=torch.float64)
+    nats, n_tokens, n_bytes = world.sum(sums.to(device) if world.size > 1 else sums).tolist()
+    return nats, int(n_tokens), int(n_bytes)
+
+
+def usable_prompt(config, tokenizer) -> str:
+    """sample_prompt, or an empty one, with a word why, where this tokenizer or block_size has no place for it."""
+    try:
+        if len(tokenizer.encode(config.sample_prompt)) < config.model.block_size:
+            return config.sample_prompt
+        reason = "it fills block_size"
+    except UserError as error:
+        reason = str(error)
+    print(f"samples will start from nothing, not from sample_prompt={config.sample_prompt!r}: {reason}")
+    return ""
+
+
+def sample(model, tokenizer, prompt, seed) -> str:
+    """A continuation of the prompt by the model as it stands."""
     engine = Engine(model, tokenizer)
-    done = engine.complete([config.sample_prompt], Sampling(temperature=0.8, top_k=50), room, seed=config.seed)
-    return "\n".join("  | " + line for line in (config.sample_prompt + done[0].text).strip("\n").splitlines())
+    room = min(SAMPLE_TOKENS, engine.room(prompt))
+    if room < 1:
+        return "  | (no sample: block_size is 1)"
+    done = engine.complete([prompt], Sampling(temperature=0.8, top_k=50), room, seed=seed)
+    return "\n".join("  | " + line for line in (prompt + done[0].text).strip("\n").splitlines())
 
 
 class StopOnSignal:

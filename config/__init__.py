@@ -36,7 +36,10 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
 
     out_dir: str | None = option(None, "where the run is written (none: out/<name of the preset>)")
-    dataset: str = option("stdlib", "name under data/shards, or a folder, made by `python -m data.prepare`")
+    dataset: str = option("stdlib", "name under data/shards, or a folder; several with weights: a:0.7,b:0.3")
+    doc_mask: bool = option(
+        False, "each document sees itself alone (false: whatever stands before it in the window too)"
+    )
     seed: int = option(1337, "of the weights, the order of the data and the dropout")
     device: str = option("auto", "auto takes cuda, then mps, then cpu")
     dtype: str = option("auto", "of activations; auto is bfloat16 on GPUs that have it (sm_80 on), else float32")

@@ -1,4 +1,6 @@
-"""Text to token shards to batches. Reading order: errors, tokenizer, sources, prepare, shards, mixture, loader.
+"""Text to token shards to batches.
+
+Reading order: errors, tokenizer, reading, sources, download, files, tokenise, prepare, shards, mixture, loader.
 
 Importing this package does not import torch; only `data.loader` does.
 """

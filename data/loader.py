@@ -41,7 +41,7 @@ class Loader:
     block_size: tokens in a row
     windows_per_step: rows in a step, over all micro-batches and ranks
     micro_batch_size: rows in one `micro_batch`
-    eot_id: given, every batch has two tensors more, those of `document_starts`
+    eot_id: given, every batch has a third tensor, that of `document_starts`
 
     Raises UserError when a dataset is shorter than one window.
     """
@@ -91,7 +91,7 @@ class Loader:
     def micro_batch(self, step: int, m: int) -> tuple[torch.Tensor, ...]:
         """Inputs and targets of micro-batch `m` of `step` for this rank: int64 [micro_batch_size, block_size] each.
 
-        With an eot_id, doc_start and positions follow. All are new tensors on the device. On CUDA the copy runs on the
+        With an eot_id, doc_start follows. All are new tensors on the device. On CUDA the copy runs on the
         current stream, behind the work before it.
         """
         if not 0 <= m < self.micro_batches_per_step:
@@ -221,8 +221,8 @@ def validation_batches(
 
     The windows do not overlap and every token but the first is a target exactly once. All batches have the same shape:
     what is missing in the last window and in the last batch is filled with input 0 and target IGNORE_INDEX. Given
-    `max_windows`, only that many windows are read, evenly spread and always the same ones. With an eot_id, the tensors
-    of `document_starts` follow. A mixture is validated one dataset after the other, see `mixture.split_parts`.
+    `max_windows`, only that many windows are read, evenly spread and always the same ones. With an eot_id, the tensor
+    of `document_starts` follows. A mixture is validated one dataset after the other, see `mixture.split_parts`.
     """
     tokens = Tokens([tokens]) if isinstance(tokens, np.ndarray) else tokens
     n_windows = math.ceil((len(tokens) - 1) / block_size)
@@ -238,22 +238,21 @@ def validation_batches(
         yield _with_documents(to_device(*rows), eot_id)
 
 
-def document_starts(inputs: torch.Tensor, eot_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each position's document starts in its row, and how far into the document it is.
+def document_starts(inputs: torch.Tensor, eot_id: int) -> torch.Tensor:
+    """Where each position's document starts in its row: int32 [B, T], for inputs int64 [B, T].
 
-    inputs: int64 [B, T]. Returns doc_start int32 [B, T], the index in the row of the first token of the document that
-    the position belongs to, and positions int64 [B, T], its distance from there. An eot_id belongs to the document it
-    ends; the first document of a row starts at 0, also where the row begins in the middle of it.
+    It is the index in the row of the first token of the document; a position that starts anew with each document is
+    the index less this. An eot_id belongs to the document it ends; the first document of a row starts at 0, also where
+    the row begins in the middle of it.
     """
     index = torch.arange(inputs.shape[1], device=inputs.device)
     after_eot = torch.zeros_like(inputs)
     after_eot[:, 1:] = torch.where(inputs[:, :-1] == eot_id, index[1:], 0)
-    starts = after_eot.cummax(dim=1).values
-    return starts.to(torch.int32), index - starts
+    return after_eot.cummax(dim=1).values.to(torch.int32)
 
 
 def _with_documents(batch: tuple[torch.Tensor, torch.Tensor], eot_id: int | None) -> tuple[torch.Tensor, ...]:
-    return batch if eot_id is None else (*batch, *document_starts(batch[0], eot_id))
+    return batch if eot_id is None else (*batch, document_starts(batch[0], eot_id))
 
 
 def _validation_rows(

@@ -26,8 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
+from .download import PUBLIC_SETS
 from .errors import UserError
-from .sources import SPLITS
+from .reading import SPLITS
 from .tokenizer import Tokenizer, load_tokenizer
 
 MAGIC = b"TOKSHARD"
@@ -256,8 +257,8 @@ def is_plain_name(name: str) -> bool:
 def prepare_command(name_or_path: str | os.PathLike) -> str:
     """The command that makes the dataset of this name, as far as the name tells."""
     name = os.fspath(name_or_path)
-    if name == "stdlib":
-        return "python -m data.prepare stdlib"
+    if name == "stdlib" or name in PUBLIC_SETS:
+        return f"python -m data.prepare {name}"
     return f"python -m data.prepare files PATH... {'--name' if is_plain_name(name) else '--out'} {name}"
 
 

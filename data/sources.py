@@ -1,116 +1,127 @@
-"""Where text comes from: which files, which of their bytes belong to which split, and how they are read.
+"""Where text comes from: which files, and which of their parts belong to which split.
 
-- The files of a folder are split by name: those whose relative path hashes to a multiple of 20 validate, so adding a
-  file never moves another one across. Where that leaves a split empty, because there are few files, each file is split
-  like a single one.
-- A single file is split by position: its last tenth validates.
-- Text is UTF-8. A byte order mark at the start of a file is not text and is dropped; line ends stay as they are.
-- A NUL byte means that a file is not text.
+- The text files of a folder are split by name: those whose relative path hashes to a multiple of 20 validate, so adding
+  a file never moves another one across. Where that leaves a split empty, because there are few files, each file is
+  split like a single one.
+- A single file is split by position: its last tenth validates. So is every .jsonl and .parquet file, since it holds
+  many documents. No more than HOLDOUT_BYTES validate this way, over all files.
 """
 
-import codecs
 import hashlib
 import json
 import os
 import platform
-import re
+import struct
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import UserError
+from tqdm import tqdm
 
-READ_BYTES = 1 << 20  # bytes read in one go, and characters in a piece of text
-SPLITS = ("train", "val")
+from .errors import UserError
+from .reading import BYTE_ORDER_MARK, SPLITS, Part, line_start, parquet_rows, pieces
+
+HOLDOUT_BYTES = 64 << 20  # enough to measure a loss by, and little to spare from a large corpus
 STDLIB_SKIPPED = frozenset({"site-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"})
 TEXT_SUFFIXES = frozenset(
     ".txt .text .md .rst .org .tex .html .htm .srt .py .pyi .c .h .cc .cpp .hpp .cu .cuh .rs .go .java .kt .scala .cs "
     ".swift .js .jsx .ts .tsx .css .sh .rb .pl .php .lua .sql .r .jl .hs .ml .el .lisp .clj .ex .exs .erl .zig".split()
 )
-
-
-@dataclass(frozen=True)
-class Document:
-    """Bytes [start, stop) of a file, one document of a split. `name` is the file's relative posix path."""
-
-    path: Path
-    name: str
-    split: str
-    start: int
-    stop: int
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}  # by ending; all else is text
+STDIN_LABEL = "standard input"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in the order they are tokenised, all of them read once and found to be text.
+    """Parts in the order they are tokenised, all of them read once and found to be text.
 
+    n_bytes, n_documents: of each split
     text_sha256: of each split's text in UTF-8, documents joined without anything between
-    remarks: what the user should know about the choice of files
+    boundaries: hash of the lengths of the documents, where a part has several
+    remarks: what the user should know about the files
     """
 
-    documents: tuple[Document, ...]
+    parts: tuple[Part, ...]
+    n_bytes: dict[str, int]
+    n_documents: dict[str, int]
     text_sha256: dict[str, str]
+    boundaries: str | None
     remarks: tuple[str, ...]
 
     @property
     def hash(self) -> str:
         """Hex digest of the text and of where its documents begin and end."""
-        cuts = [(document.split, document.name, document.stop - document.start) for document in self.documents]
-        return hashlib.sha256(json.dumps([cuts, self.text_sha256], sort_keys=True).encode("ascii")).hexdigest()
+        cuts = [(part.split, part.name, part.stop - part.start) for part in self.parts]
+        content = [cuts, self.text_sha256, *([self.boundaries] if self.boundaries else [])]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()
 
-    def split(self, split: str) -> list[Document]:
-        return [document for document in self.documents if document.split == split]
+    def split(self, split: str) -> list[Part]:
+        return [part for part in self.parts if part.split == split]
 
 
 def stdlib_corpus() -> Corpus:
     """The Python files of the running interpreter's standard library, without its tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted((path.relative_to(root).as_posix(), path) for path in root.rglob("*.py"))
-    documents = [
+    parts = [
         _whole(path, name)
         for name, path in files
         if not STDLIB_SKIPPED.intersection(name.split("/")) and _is_nonempty_text(path)
     ]
-    remark = f"the standard library of Python {platform.python_version()}: {len(documents)} files in {root}"
-    return _read_through(documents, [remark])
+    remark = f"the standard library of Python {platform.python_version()}: {len(parts)} files in {root}"
+    return read_through(parts, [remark])
 
 
-def files_corpus(paths: list[Path]) -> Corpus:
-    """Text files and folders of text files, in the order given.
+def files_corpus(paths: list[Path], field: str = "text") -> Corpus:
+    """Files and folders, in the order given. `field` of .jsonl lines and of .parquet rows holds their text.
 
     Raises UserError for what does not exist, cannot be read, holds no text, or is not text in UTF-8.
     """
-    documents: list[Document] = []
     remarks: list[str] = []
+    chosen: list[tuple[str, Path, bool]] = []  # name, file, whether it is a document of a folder split by name
     for path in paths:
         if path.is_dir():
-            documents += _folder_documents(path, remarks)
+            chosen += _files_of_folder(path, remarks)
         elif not path.is_file():
             raise UserError(f"{path} is not a file or folder" if path.exists() else f"{path} does not exist")
         elif path.stat().st_size == 0:
             raise UserError(f"{path} is empty")
         else:
-            documents += _by_position(path, path.name)
-    return _read_through(documents, remarks)
+            chosen.append((path.name, path, False))
+    limit = HOLDOUT_BYTES // max(1, sum(not by_name for _, _, by_name in chosen))
+    parts: list[Part] = []
+    for name, path, by_name in chosen:
+        parts += [_whole(path, name)] if by_name else by_position(path, name, limit, field=field)
+    return read_through(parts, [*remarks, *_peculiarities(parts)])
 
 
-def _folder_documents(folder: Path, remarks: list[str]) -> list[Document]:
+def stdin_corpus(spooled: Path, field: str | None) -> Corpus:
+    """What standard input said, copied to a file: text, or JSON Lines where a field is named."""
+    if spooled.stat().st_size == 0:
+        raise UserError(f"{STDIN_LABEL} is empty")
+    format = "text" if field is None else "jsonl"
+    return read_through(by_position(spooled, "stdin", HOLDOUT_BYTES, format, field or "text", STDIN_LABEL), [])
+
+
+def _files_of_folder(folder: Path, remarks: list[str]) -> list[tuple[str, Path, bool]]:
     files = sorted((path.relative_to(folder).as_posix(), path) for path in _walk(folder))
-    texts = [(name, path) for name, path in files if path.suffix.lower() in TEXT_SUFFIXES and path.stat().st_size]
+    endings = TEXT_SUFFIXES | FORMATS.keys()
+    texts = [(name, path) for name, path in files if path.suffix.lower() in endings and path.stat().st_size]
     if not texts:
         raise UserError(
-            f"{folder} has no text file among its {len(files)} files (by the endings .txt, .md, .py and the like, and "
-            f"not empty); a file named on the command line is taken whatever its ending"
+            f"{folder} has no text file among its {len(files)} files (by the endings .txt, .md, .py, .jsonl, .parquet "
+            f"and the like, and not empty); a file named on the command line is taken whatever its ending"
         )
     if len(texts) < len(files):
         remarks.append(f"{folder}: {len(files) - len(texts)} files left out, empty or without the ending of a text")
-    documents = [_whole(path, name) for name, path in texts]
-    if {document.split for document in documents} == set(SPLITS):
-        return documents
-    remarks.append(f"{folder}: too few files to split by name, so the last tenth of each file validates")
-    return [part for name, path in texts for part in _by_position(path, name)]
+    documents = [_format_of(path) == "text" for _, path in texts]
+    splits = {_split_of(name) for (name, _), is_document in zip(texts, documents, strict=True) if is_document}
+    by_name = splits == set(SPLITS) or not all(documents)
+    if not by_name:
+        remarks.append(f"{folder}: too few files to split by name, so the last tenth of each file validates")
+    return [(name, path, by_name and is_document) for (name, path), is_document in zip(texts, documents, strict=True)]
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -124,16 +135,47 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (path for name in names if not name.startswith(".") and (path := Path(parent, name)).is_file())
 
 
-def _whole(path: Path, name: str) -> Document:
-    validates = int(hashlib.sha256(os.fsencode(name)).hexdigest(), 16) % 20 == 0
-    return Document(path, name, "val" if validates else "train", 0, path.stat().st_size)
+def _format_of(path: Path) -> str:
+    return FORMATS.get(path.suffix.lower(), "text")
 
 
-def _by_position(path: Path, name: str) -> list[Document]:
+def _split_of(name: str) -> str:
+    return "val" if int(hashlib.sha256(os.fsencode(name)).hexdigest(), 16) % 20 == 0 else "train"
+
+
+def _whole(path: Path, name: str) -> Part:
+    return whole_file(path, name, _split_of(name))
+
+
+def whole_file(path: Path, name: str, split: str, format: str = "text") -> Part:
+    """All of a file that is not parquet, for one split."""
     size = path.stat().st_size
-    with open(path, "rb") as file:
-        cut = _character_start(file, size * 9 // 10)
-    return [Document(path, name, "train", 0, cut), Document(path, name, "val", cut, size)]
+    return Part(path, name, split, 0, size, size, str(path), format)
+
+
+def by_position(
+    path: Path, name: str, limit: int, format: str | None = None, field: str = "text", label: str | None = None
+) -> list[Part]:
+    """A file in two parts: its last tenth, but no more than about `limit` bytes of text, validates."""
+    format = format or _format_of(path)
+    label = label or str(path)
+    if format == "parquet":
+        stop, size = parquet_rows(path, field)
+        cut = stop - min(stop - stop * 9 // 10, max(1, limit * stop // max(1, size)))
+        sizes = [size * cut // max(1, stop), size * (stop - cut) // max(1, stop)]
+    else:
+        stop = path.stat().st_size
+        cut = stop - min(stop - stop * 9 // 10, limit)
+        if format == "jsonl":
+            cut = line_start(path, cut)
+        else:
+            with open(path, "rb") as file:
+                cut = _character_start(file, cut)
+        sizes = [cut, stop - cut]
+    return [
+        Part(path, name, "train", 0, cut, sizes[0], label, format, field),
+        Part(path, name, "val", cut, stop, sizes[1], label, format, field),
+    ]
 
 
 def _character_start(file: BinaryIO, position: int) -> int:
@@ -155,79 +197,59 @@ def _is_nonempty_text(path: Path) -> bool:
     return bool(content) and b"\0" not in content
 
 
-def _read_through(documents: list[Document], remarks: list[str]) -> Corpus:
-    digests = {split: hashlib.sha256() for split in SPLITS}
-    for document in documents:
-        for text in read_text(document):
-            digests[document.split].update(text.encode("utf-8"))
-    hashes = {split: digest.hexdigest() for split, digest in digests.items()}
-    return Corpus(tuple(documents), hashes, tuple(remarks))
+def _peculiarities(parts: list[Part]) -> list[str]:
+    """A sentence on files that are text but may surprise: with a byte order mark, with line ends of two characters."""
+    marked, returns = [], []
+    for part in parts:
+        if part.format == "text" and part.start == 0:
+            with open(part.path, "rb") as file:
+                start = file.read(1 << 16)
+            marked += [part.label] if start.startswith(BYTE_ORDER_MARK) else []
+            returns += [part.label] if b"\r\n" in start else []
+    said = [(marked, "line 1 begins with a byte order mark, which is dropped")]
+    said += [(returns, "lines end in CR LF, and both stay in the text")]
+    return [
+        f"{names[0]}{f' and {len(names) - 1} other files' if names[1:] else ''}: {what}"
+        for names, what in said
+        if names
+    ]
 
 
-def pieces(documents: Iterable[Document]) -> Iterator[tuple[str, bool]]:
-    """The text of `documents` in pieces, see `read_text`, each with whether it ends its document."""
-    for document in documents:
-        text = ""
-        for following in read_text(document):
-            if text:
-                yield text, False
-            text = following
-        yield text, True
+def read_through(parts: list[Part], remarks: list[str]) -> Corpus:
+    """Read all parts once, to know that they can be read and what is in them."""
+    counted = {split: _Counted() for split in SPLITS}
+    total = sum(part.size for part in parts)
+    with tqdm(total=total, desc="reading", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+        for part in parts:
+            counted[part.split].read(part, bar)
+    several = any(part.format != "text" for part in parts)
+    boundaries = "".join(found.lengths.hexdigest() for found in counted.values()) if several else None
+    return Corpus(
+        tuple(parts),
+        {split: found.n_bytes for split, found in counted.items()},
+        {split: found.n_documents for split, found in counted.items()},
+        {split: found.text.hexdigest() for split, found in counted.items()},
+        boundaries,
+        tuple(remarks),
+    )
 
 
-def read_text(document: Document) -> Iterator[str]:
-    """The text of a document in pieces of READ_BYTES characters or a little more, none of them empty.
+class _Counted:
+    """What one split holds, counted while it is read."""
 
-    A piece ends where no token crosses (see `cut_point`), so the ids of the pieces are the ids of the whole, and a file
-    need not fit in memory. A text that offers no such place is one piece.
-    Raises UserError, naming file and offset, for a file that is not UTF-8.
-    """
-    held, searched = "", READ_BYTES
-    for text in _decoded(document):
-        held += text
-        while len(held) > searched:
-            cut = cut_point(held, searched)
-            if cut is None:
-                searched = len(held) - 1  # do not search the same text again when more of it has come
-                break
-            yield held[:cut]
-            held, searched = held[cut:], READ_BYTES
-    if held:
-        yield held
+    def __init__(self):
+        self.n_bytes = self.n_documents = 0
+        self.text, self.lengths = hashlib.sha256(), hashlib.sha256()
 
-
-# Cuts that every tokenizer here makes anyway: after a line end between a visible character and one that is neither a
-# space nor "/" (in o200k_base punctuation swallows the line ends and slashes behind it); or else before the space
-# between two ASCII letters. Line ends of two characters do not count: gpt2 takes them apart, but not at the end.
-_AFTER_LINE = re.compile(r"(?<=\S\n)(?=[^\s/])")
-_BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
-
-
-def cut_point(text: str, start: int) -> int | None:
-    """The first place from `start` on where `text` may be cut, or None."""
-    match = _AFTER_LINE.search(text, start) or _BETWEEN_WORDS.search(text, start)
-    return match.start() if match else None
-
-
-def _decoded(document: Document) -> Iterator[str]:
-    """The text of a document as it comes, READ_BYTES bytes at a time."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    position = document.start
-    with open(document.path, "rb") as file:
-        file.seek(position)
-        while position < document.stop:
-            block = file.read(min(READ_BYTES, document.stop - position))
-            if not block:
-                raise UserError(f"{document.path} became shorter while it was read")
-            nul = block.find(b"\0")
-            if nul >= 0:
-                raise UserError(f"{document.path} is not a text file: it has a NUL byte at offset {position + nul:,}")
-            held_back = len(decoder.getstate()[0])  # bytes of a character that the block before began
-            try:
-                text = decoder.decode(block, final=position + len(block) == document.stop)
-            except UnicodeDecodeError as error:
-                offset = position - held_back + error.start
-                byte = error.object[error.start]
-                raise UserError(f"{document.path} is not UTF-8: byte 0x{byte:02x} at offset {offset:,}") from error
-            yield text.removeprefix("\ufeff") if position == 0 else text
-            position += len(block)
+    def read(self, part: Part, bar: tqdm) -> None:
+        length = 0
+        for text, ends_document in pieces([part]):
+            data = text.encode("utf-8")
+            self.text.update(data)
+            length += len(data)
+            if ends_document:
+                self.lengths.update(struct.pack("<q", length))
+                self.n_documents += 1
+                self.n_bytes += length
+                length = 0
+            bar.update(len(data))

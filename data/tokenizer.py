@@ -77,6 +77,14 @@ class Tokenizer:
         """Ids of `text`, without an end of text. Special strings in it are ordinary text."""
         return self.encode_to_numpy(text).tolist()
 
+    def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> np.ndarray:
+        """Ids of pieces of text, each with whether it ends its document, which adds eot_id: uint32 [n]."""
+        eot = np.array([self.eot_id], dtype=np.uint32)
+        parts = [np.empty(0, dtype=np.uint32)]
+        for text, ends_document in pieces:
+            parts += [self.encode_to_numpy(text), eot] if ends_document else [self.encode_to_numpy(text)]
+        return np.concatenate(parts)
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that `ids` stand for; eot_id and ids outside the vocabulary stand for none."""
         table, size = self.token_bytes, self.vocab_size
@@ -84,16 +92,14 @@ class Tokenizer:
 
     def decode_array(self, ids: np.ndarray) -> bytes:
         """`decode_bytes` for an array of ids [n], all of them in the vocabulary: many ids at once, and faster."""
-        table, lengths, starts = self._flat_table
-        ends = np.cumsum(lengths[ids])
-        shift = starts[ids] - (ends - lengths[ids])  # from a place in the result to its place in the table
-        return table[np.repeat(shift, lengths[ids]) + np.arange(ends[-1])].tobytes() if len(ids) else b""
+        return b"".join(self._byte_table[ids].tolist())
 
     @cached_property
-    def _flat_table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All tokens' bytes in a row, uint8, and each token's length and start in it, int64 [vocab_size]."""
-        lengths = self.token_byte_lengths().astype(np.int64)
-        return np.frombuffer(b"".join(self.token_bytes), dtype=np.uint8), lengths, np.cumsum(lengths) - lengths
+    def _byte_table(self) -> np.ndarray:
+        """`token_bytes` as an array of objects [vocab_size], so that many ids are looked up in one go."""
+        return np.array([*self.token_bytes, None], dtype=object)[
+            :-1
+        ]  # the None keeps numpy from seeing one long string
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8, such as half a character, become U+FFFD."""
@@ -132,7 +138,7 @@ class ByteTokenizer(Tokenizer):
         super().__init__("bytes", [bytes([value]) for value in range(256)] + [b""], eot_id=256)
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        return np.frombuffer(_well_formed(text).encode("utf-8"), dtype=np.uint8).astype(np.uint32)
+        return np.frombuffer(well_formed(text).encode("utf-8"), dtype=np.uint8).astype(np.uint32)
 
 
 class CharTokenizer(Tokenizer):
@@ -147,7 +153,7 @@ class CharTokenizer(Tokenizer):
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Raises UserError for a character that the training text did not have."""
-        points = np.frombuffer(_well_formed(text).encode("utf-32-le"), dtype="<u4")
+        points = np.frombuffer(well_formed(text).encode("utf-32-le"), dtype="<u4")
         ids = np.searchsorted(self._code_points, points)
         known = ids < len(self._code_points)
         known[known] = self._code_points[ids[known]] == points[known]
@@ -174,12 +180,23 @@ class BPETokenizer(Tokenizer):
         )
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        text = _well_formed(text)
+        text = well_formed(text)
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except ValueError:  # tiktoken's regex engine gives up on a run of about a million spaces
             parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _short_runs(text)]
             return np.concatenate(parts)
+
+    def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> np.ndarray:
+        """The same in one call of tiktoken, which then leaves the interpreter lock to other threads for longer."""
+        pieces = list(pieces)
+        text = well_formed("".join(text + EOT if ends_document else text for text, ends_document in pieces))
+        if text.count(EOT) == sum(ends_document for _, ends_document in pieces):  # no text has it: it can mean the id
+            try:
+                return self._encoding.encode_to_numpy(text, allowed_special={EOT})
+            except ValueError:
+                pass  # see encode_to_numpy
+        return super().encode_pieces(pieces)
 
 
 def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
@@ -283,7 +300,7 @@ def _short_runs(text: str) -> list[str]:
     return [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def _well_formed(text: str) -> str:
+def well_formed(text: str) -> str:
     """`text` with lone surrogates, which have no UTF-8 form, replaced by U+FFFD (a terminal can produce them)."""
     try:
         text.encode("utf-8")

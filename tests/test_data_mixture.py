@@ -315,37 +315,33 @@ def by_hand(row):
 
 
 @pytest.mark.parametrize(
-    "row, doc_start, positions",
+    "row, doc_start",
     [
-        ([5, 6, 7, 8], [0, 0, 0, 0], [0, 1, 2, 3]),
-        ([5, EOT, 7, 8], [0, 0, 2, 2], [0, 1, 0, 1]),
-        ([EOT, 6, EOT, EOT], [0, 1, 1, 3], [0, 0, 1, 0]),
-        ([EOT, EOT, EOT, EOT], [0, 1, 2, 3], [0, 0, 0, 0]),
-        ([5, 6, 7, EOT], [0, 0, 0, 0], [0, 1, 2, 3]),
-        ([5], [0], [0]),
+        ([5, 6, 7, 8], [0, 0, 0, 0]),
+        ([5, EOT, 7, 8], [0, 0, 2, 2]),
+        ([EOT, 6, EOT, EOT], [0, 1, 1, 3]),
+        ([EOT, EOT, EOT, EOT], [0, 1, 2, 3]),
+        ([5, 6, 7, EOT], [0, 0, 0, 0]),
+        ([5], [0]),
     ],
 )
-def test_documents_start_after_eot(row, doc_start, positions):
-    starts, where = document_starts(torch.tensor([row]), EOT)
-    assert starts.tolist() == [doc_start] and where.tolist() == [positions]
-    assert starts.dtype == torch.int32 and where.dtype == torch.int64
+def test_documents_start_after_eot(row, doc_start):
+    starts = document_starts(torch.tensor([row]), EOT)
+    assert starts.tolist() == [doc_start] and starts.dtype == torch.int32
 
 
 def test_documents_of_random_rows():
     rows = torch.from_numpy(np.random.default_rng(0).integers(4, size=(50, 33)))
-    starts, positions = document_starts(rows, EOT)
-    assert starts.tolist() == [by_hand(row) for row in rows.tolist()]
-    assert torch.equal(positions, torch.arange(33) - starts)
+    assert document_starts(rows, EOT).tolist() == [by_hand(row) for row in rows.tolist()]
 
 
 def test_training_batches_carry_documents():
     tokens = np.random.default_rng(1).integers(5, size=500)
     plain, masked = Loader(tokens, T, 6, 0, "cpu", 3), Loader(tokens, T, 6, 0, "cpu", 3, eot_id=EOT)
     for step in range(20):
-        x, y, doc_start, positions = masked.micro_batch(step, 1)
+        x, y, doc_start = masked.micro_batch(step, 1)
         assert all(torch.equal(a, b) for a, b in zip(plain.micro_batch(step, 1), (x, y), strict=True))
         assert doc_start.tolist() == [by_hand(row) for row in x.tolist()]
-        assert torch.equal(positions, torch.arange(T) - doc_start)
 
 
 def test_validation_batches_carry_documents():
@@ -353,11 +349,11 @@ def test_validation_batches_carry_documents():
     tokens[::7] = EOT
     plain = list(validation_batches(tokens, T, 4, "cpu"))
     masked = list(validation_batches(tokens, T, 4, "cpu", eot_id=EOT))
-    for (x, y), (x2, y2, doc_start, positions) in zip(plain, masked, strict=True):
+    for (x, y), (x2, y2, doc_start) in zip(plain, masked, strict=True):
         assert torch.equal(x, x2) and torch.equal(y, y2) and doc_start.shape == x.shape
         real = y != IGNORE_INDEX
         expected = torch.tensor([by_hand(row) for row in x.tolist()])
-        assert torch.equal(doc_start[real], expected[real].int()) and (positions >= 0).all()
+        assert torch.equal(doc_start[real], expected[real].int())
 
 
 def test_documents_of_prepared_text(two):
@@ -370,10 +366,8 @@ def test_documents_of_prepared_text(two):
     data = open_datasets("texts")
     seen = set()
     for step in range(30):
-        x, _, doc_start, positions = Loader(data.train, 64, 4, 0, "cpu", 4, eot_id=data.tokenizer.eot_id).micro_batch(
-            step, 0
-        )
-        firsts = x[(positions == 0) & (doc_start > 0)]
+        x, _, doc_start = Loader(data.train, 64, 4, 0, "cpu", 4, eot_id=data.tokenizer.eot_id).micro_batch(step, 0)
+        firsts = x[(torch.arange(64) == doc_start) & (doc_start > 0)]
         assert (firsts == ord("<")).all() and len(firsts)
         seen.update(x[doc_start > 0].tolist())
     assert json.loads((two / "shards/texts/dataset.json").read_text(encoding="utf-8"))["splits"]["val"]["documents"]

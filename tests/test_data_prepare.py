@@ -2,10 +2,8 @@
 
 import errno
 import hashlib
-import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -16,13 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_data_tokenizer import TORTURE, code, gpt2
+from test_data_tokenizer import TORTURE, gpt2
 
-from data import UserError, exit_cleanly, open_dataset, shards, sources
+from data import UserError, open_dataset, shards, tokenise
 from data import prepare as prepare_module
 from data.prepare import main, prepare, prepare_stdlib
-from data.sources import cut_point, files_corpus, pieces, read_text, stdlib_corpus
-from data.tokenizer import SPLIT_PATTERN, BPETokenizer
+from data.sources import files_corpus, stdlib_corpus
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "data.prepare"]
@@ -138,7 +135,7 @@ def test_stdlib_skips_what_is_not_utf8(tmp_path, monkeypatch):
     }.items():
         (tmp_path / name).write_bytes(content)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert [document.name for document in stdlib_corpus().documents] == ["good.py"]
+    assert [document.name for document in stdlib_corpus().parts] == ["good.py"]
 
 
 def test_prepare_stdlib_prepares_once(home, monkeypatch):
@@ -229,29 +226,6 @@ def test_torture_survives_every_tokenizer(home, tokenizer):
     assert dataset.tokenizer.name == tokenizer
 
 
-def test_workers_and_batches_change_nothing(home, monkeypatch):
-    folder = fill(home / "text")
-    (folder / "big.txt").write_text(code() + TORTURE, encoding="utf-8")
-    written = {}
-    for workers, shard_tokens in [(1, 1 << 27), (2, 1 << 27), (5, 1 << 27), (2, 1000)]:
-        monkeypatch.setattr(ShardWriterOf, "shard_tokens", shard_tokens)
-        monkeypatch.setattr(prepare_module, "ShardWriter", ShardWriterOf)
-        out = home / f"out-{workers}-{shard_tokens}"
-        prepare(lambda: files_corpus([folder]), "bpe:500", out, "", workers=workers)
-        written[workers, shard_tokens] = {path.name: path.read_bytes() for path in out.iterdir()}
-        tokens = open_dataset(out).train
-        written[workers, shard_tokens, "tokens"] = tokens.read(0, len(tokens)).tobytes()
-    assert written[1, 1 << 27] == written[2, 1 << 27] == written[5, 1 << 27]
-    assert len(written[2, 1000]) > 20 and written[2, 1000, "tokens"] == written[1, 1 << 27, "tokens"]
-
-
-class ShardWriterOf(shards.ShardWriter):
-    shard_tokens = 0
-
-    def __init__(self, folder, split, tokenizer):
-        super().__init__(folder, split, tokenizer, self.shard_tokens)
-
-
 def test_changed_text_settings_and_damage_are_noticed(home, capsys):
     Path("my.txt").write_text("some text\n" * 100, encoding="utf-8")
     main(["files", "my.txt", "--tokenizer", "bytes"])
@@ -284,68 +258,6 @@ def test_a_folder_that_is_no_dataset_is_never_replaced(home):
     (home / "empty").mkdir()
     main(["files", "my.txt", "--tokenizer", "bytes", "--out", "empty"])
     open_dataset(home / "empty")
-
-
-# ---------------------------------------------------------------- text in pieces
-
-
-@pytest.mark.parametrize("read_bytes", [7, 64, 1000])
-def test_pieces_are_the_text(tmp_path, monkeypatch, read_bytes):
-    text = "\ufeff" + TORTURE + code()[:20_000]
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    documents = files_corpus([tmp_path / "a.txt", tmp_path / "a.txt"]).documents
-    monkeypatch.setattr(sources, "READ_BYTES", read_bytes)
-    assert "".join(text for document in documents[:2] for text in read_text(document)) == text[1:]
-    flags = [ends for _, ends in pieces(documents)]
-    assert flags.count(True) == 4 and flags[-1] and len(flags) > 20
-
-
-# The split patterns of the encodings that tests cannot download, from tiktoken_ext/openai_public.py.
-CL100K = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
-    r"|\s+(?!\S)|\s"
-)
-O200K = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-
-
-@pytest.mark.parametrize("pattern", ["own", "cl100k", "o200k", "gpt2"])
-def test_no_token_crosses_a_cut(pattern):
-    """Encoding the two sides of every cut gives the ids of the whole, on hostile random text too."""
-    chosen = {"own": SPLIT_PATTERN, "cl100k": CL100K, "o200k": O200K, "gpt2": GPT2}[pattern]
-    singles = [bytes([value]) for value in range(256)]
-    pairs = [(a + b).encode() for a, b in itertools.product("aB1 \n\t/.'\rs", repeat=2)]  # merge whatever may merge
-    tokenizer = BPETokenizer("test", [*singles, *pairs, b""], 256 + len(pairs), chosen)
-    rng = random.Random(0)
-    alphabet = list("aB1 \n\t/.'\r") + ["s", "中", "é", "\u0301", "😀", "\u2028", "\x1c", "\u00a0", "٣", "\ufeff"]
-    texts = ["".join(rng.choices(alphabet, k=60)) for _ in range(3000)] + [TORTURE, code()[:30_000]]
-    n_cuts = 0
-    for text in texts:
-        cut = cut_point(text, rng.randrange(1, 30))
-        if cut is not None:
-            n_cuts += 1
-            assert tokenizer.encode(text[:cut]) + tokenizer.encode(text[cut:]) == tokenizer.encode(text)
-    assert n_cuts > 1000
-
-
-def test_a_text_without_a_place_to_cut_is_one_piece(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("x" * 1000 + "\r\n" * 1000, encoding="utf-8", newline="")
-    monkeypatch.setattr(sources, "READ_BYTES", 10)
-    assert [len(text) for text in read_text(files_corpus([tmp_path / "a.txt"]).documents[0])] == [2700]
-
-
-@pytest.mark.parametrize("limit, taken", [(10**9, 100_000), (20_000, 20_000)])
-def test_the_sample_is_bounded_and_spread(tmp_path, limit, taken):
-    for i in range(1000):
-        (tmp_path / f"{i:04d}.txt").write_text(f"{i:04d} " * 20, encoding="utf-8")
-    documents = files_corpus([tmp_path]).documents
-    sample = list(prepare_module._sample(documents, limit))
-    assert abs(sum(map(len, sample)) - taken) <= 100
-    assert len({int(text[:4]) // 100 for text in sample}) == 10
 
 
 # ---------------------------------------------------------------- interruption
@@ -489,8 +401,8 @@ def test_shards_that_do_not_decode_to_the_text_are_refused(home, monkeypatch):
         n_bytes, tokens = encode(batch, tokenizer)
         return n_bytes, tokens[::-1]
 
-    encode = prepare_module._encode
-    monkeypatch.setattr(prepare_module, "_encode", wrong)
+    encode = tokenise.encode
+    monkeypatch.setattr(tokenise, "encode", wrong)
     refused("does not decode to the text", "files", "my.txt", "--tokenizer", "bytes")
     assert leftovers(home / "shards") == []
 
@@ -501,94 +413,10 @@ def test_an_error_in_a_worker_is_not_swallowed(home, monkeypatch):
     def broken(batch, tokenizer):
         raise RuntimeError("worker broke")
 
-    monkeypatch.setattr(prepare_module, "_encode", broken)
+    monkeypatch.setattr(tokenise, "encode", broken)
     with pytest.raises(RuntimeError, match="worker broke"):
         main(["files", "my.txt", "--tokenizer", "bytes"])
     assert leftovers(home / "shards") == []
-
-
-# ---------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    "content, match",
-    [
-        (None, "my.txt does not exist"),
-        (b"", "my.txt is empty"),
-        (b"caf\xe9 au lait", "my.txt is not UTF-8: byte 0xe9 at offset 3"),
-        ("ä".encode() * 2_000_000 + b"\xff", "my.txt is not UTF-8: byte 0xff at offset 4,000,000"),
-        (("x" + "ä" * 600_000).encode() + b"\xc3" + b"z" * 400_000, "not UTF-8: byte 0xc3 at offset 1,200,001"),
-        (b"text " * 100 + "é".encode()[:1], "my.txt is not UTF-8: byte 0xc3 at offset 500"),
-        (b"text" * 300_000 + b"\0" + b"text", "my.txt is not a text file: it has a NUL byte at offset 1,200,000"),
-        ("text".encode("utf-16"), "my.txt is not a text file"),
-        (b"x", "too short: nothing is left for its train split"),
-        (b"\xef\xbb\xbf", "too short"),
-    ],
-)
-def test_bad_files(home, content, match):
-    if content is not None:
-        Path("my.txt").write_bytes(content)
-    refused(match, "files", "my.txt", "--tokenizer", "bytes")
-    assert not (home / "shards").exists() or leftovers(home / "shards") == []
-
-
-def test_bad_file_in_a_folder_is_named(home):
-    fill(home / "text")
-    Path("text/part1/bad.txt").write_bytes(b"ok\n\xff")
-    refused("text/part1/bad.txt is not UTF-8: byte 0xff at offset 3", "files", "text")
-
-
-def test_folder_without_text(home):
-    for name in ("a.png", "b.jpg"):
-        Path("images", name).parent.mkdir(exist_ok=True)
-        Path("images", name).write_bytes(b"\x89PNG\r\n\0")
-    Path("nothing").mkdir()
-    refused("images has no text file among its 2 files", "files", "images")
-    refused("nothing has no text file among its 0 files", "files", "nothing")
-
-
-def test_unreadable(home):
-    Path("my.txt").write_text("text", encoding="utf-8")
-    os.mkfifo("pipe")
-    refused("pipe is not a file or folder", "files", "pipe")
-    if os.geteuid() != 0:
-        Path("my.txt").chmod(0)
-        refused("my.txt: Permission denied", "files", "my.txt")
-
-
-def test_unreadable_even_for_root(home, monkeypatch):
-    """Root may read everything, so the refusal is played."""
-    Path("my.txt").write_text("text", encoding="utf-8")
-
-    def refuse(path, mode):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    monkeypatch.setattr(sources, "open", refuse, raising=False)
-    refused("my.txt: Permission denied; nothing was prepared", "files", "my.txt")
-
-
-@pytest.mark.parametrize(
-    "tokenizer, match",
-    [
-        ("word", "unknown tokenizer 'word'; there are bytes, char, bpe:N, gpt2, cl100k_base, o200k_base"),
-        ("bpe", "unknown tokenizer"),
-        ("bpe:many", "unknown tokenizer"),
-        ("bpe:256", r"bpe:256 is not possible: N counts .* \(257 to 10\^6\)"),
-    ],
-)
-def test_bad_tokenizers(home, tokenizer, match):
-    Path("my.txt").write_text("some text", encoding="utf-8")
-    refused(match, "files", "my.txt", "--tokenizer", tokenizer)
-
-
-@pytest.mark.parametrize("name", ["a/b", "a:0.7", "a,b", "..", ".hidden", "", "my text"])
-def test_names_that_are_none(home, name):
-    Path("my.txt").write_text("some text", encoding="utf-8")
-    if name:
-        refused("cannot name a dataset", "files", "my.txt", "--name", name)
-    else:
-        Path("my text.txt").write_text("some text", encoding="utf-8")
-        refused("give --name", "files", "my text.txt")
 
 
 # ---------------------------------------------------------------- the program
@@ -601,9 +429,10 @@ def test_program_says_one_sentence_and_exits_1(tmp_path):
 
 def test_help_and_usage(tmp_path):
     stdout, _ = program("--help", cwd=tmp_path)
-    assert "stdlib" in stdout and "files" in stdout
+    for word in ("stdlib", "files", "shakespeare", "tinystories", "fineweb_edu", "openwebtext"):
+        assert word in stdout
     stdout, _ = program("files", "--help", cwd=tmp_path)
-    for word in ("PATH", "--tokenizer", "bytes, char, bpe:N, gpt2", "--name", "--out", "--overwrite"):
+    for word in ("PATH", "--field", "--tokenizer", "bytes, char, bpe:N, gpt2", "--name", "--out", "--overwrite"):
         assert word in stdout
     program("nothing", cwd=tmp_path, check=2)
     program("files", cwd=tmp_path, check=2)
@@ -612,37 +441,6 @@ def test_help_and_usage(tmp_path):
 def test_importing_the_package_does_not_import_torch(tmp_path):
     script = "import data, data.prepare, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=ENVIRONMENT).returncode == 0
-
-
-@pytest.mark.parametrize(
-    "body, code, stderr",
-    [
-        ("raise data.UserError('so and so')", 1, "error: so and so\n"),
-        ("raise KeyboardInterrupt", 130, "interrupted\n"),
-        ("raise SystemExit(3)", 3, ""),
-        ("pass", 0, ""),
-    ],
-)
-def test_exit_cleanly(body, code, stderr, tmp_path):
-    script = f"import data\nwith data.exit_cleanly():\n    {body}"
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (code, stderr)
-
-
-def test_exit_cleanly_when_the_reader_is_gone(tmp_path):
-    script = "import data\nwith data.exit_cleanly():\n    for i in range(100000): print(i)"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    process.stdout.readline()
-    process.stdout.close()
-    assert process.stderr.read() == b"" and process.wait() == 141
-    process.stderr.close()
-
-
-def test_exit_cleanly_lets_bugs_through():
-    with pytest.raises(ZeroDivisionError), exit_cleanly():
-        print(1 / 0)
 
 
 def test_bad_folders_are_left_as_they_were(home):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,29 @@ def test_round_trip_of_every_kind_of_character(tokenizer):
     assert tokenizer.decode_array(with_ends[:0]) == tokenizer.decode_array(with_ends[:1]) == b""
     assert ids == tokenizer.encode_to_numpy(TORTURE).tolist()
     assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
+
+
+def test_documents_in_one_call_have_the_ids_of_each(tokenizer):
+    """Also where a text ends in white space, has the name of the end of text in it, or gives up half of it."""
+    rng = random.Random(0)
+    alphabet = [*"ax0 \n\t/.'", "中", "😀", EOT, EOT[:6], EOT[6:], " " * 7]
+    texts = ["".join(rng.choices(alphabet, k=rng.randrange(10))) for _ in range(2000)]
+    if isinstance(tokenizer, CharTokenizer):
+        texts = ["".join(c for c in text if c in TORTURE) for text in texts]
+    for start in range(0, len(texts), 4):
+        pieces = [(text, True) for text in texts[start : start + 4]]
+        expected = [i for text, _ in pieces for i in [*tokenizer.encode(text), tokenizer.eot_id]]
+        assert tokenizer.encode_pieces(pieces).tolist() == expected
+    assert tokenizer.encode_pieces([]).tolist() == []
+    halves = [("<|endof", False), ("text|>", True), ("b", False)]  # pieces that together spell the end of text
+    assert tokenizer.eot_id not in tokenizer.encode_pieces(halves[:1] + halves[2:]).tolist()
+    ids = tokenizer.encode_pieces(halves).tolist()
+    assert ids.count(tokenizer.eot_id) == 1 and tokenizer.decode(ids) == "<|endoftext|>b"
+
+
+def test_documents_in_one_call_bear_endless_runs(bpe):
+    pieces = [(" " * 2_000_000, True), ("x", True)]
+    assert bpe.encode_pieces(pieces).tolist()[-2:] == [*bpe.encode("x"), bpe.eot_id]
 
 
 def test_ids_lie_in_the_vocabulary_and_eot_is_never_encoded(tokenizer):

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import checkpoint
+from data import open_dataset
+from data.loader import validation_batches
 from data.prepare import main as prepare_main
 from runlog import COLUMNS, read_metrics
 from tests.conftest import ROOT
@@ -178,6 +180,49 @@ def test_keep_checkpoints_and_best(preset, run_train, tmp_path):
     assert run_train(preset, "--eval_interval=5", "--keep_checkpoints=2")[0] == 0
     names = sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir())
     assert names == ["best", "last", "step_000015", "step_000020"]
+
+
+def test_documents_can_be_kept_apart(preset, run_train, tmp_path):
+    (tmp_path / "notes").mkdir()
+    for i in range(40):
+        (tmp_path / f"notes/{i}.txt").write_text(f"note {i} of forty, {i * i} words long. " * 2, encoding="utf-8")
+    prepare_main(["files", str(tmp_path / "notes"), "--tokenizer", "bytes", "--out", str(tmp_path / "shards")])
+    logs = []
+    for mask in ("true", "false"):
+        assert run_train(preset, "--dataset", tmp_path / "shards", "--doc_mask", mask)[0] == 0
+        logs.append(numbers(tmp_path / "run"))
+        shutil.rmtree(tmp_path / "run")
+    masked, plain = logs
+    assert masked[0][2] == pytest.approx(plain[0][2], abs=1e-6)  # the first blocks are the identity
+    assert all(a[2] != b[2] for a, b in zip(masked[5:], plain[5:], strict=True))
+    assert masked[-1][3] < masked[9][3] < masked[0][2]
+
+
+def test_a_mixture_is_validated_by_its_weights(preset, dataset, run_train, tmp_path):
+    (tmp_path / "words.txt").write_text("the same old words again. " * 400, encoding="utf-8")
+    prepare_main(["files", str(tmp_path / "words.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "words")])
+    code, _, err = run_train(preset, "--dataset", f"{dataset}:0.75,{tmp_path / 'words'}:0.25")
+    assert code == 0, err
+    model = checkpoint.load_model(tmp_path / "run/last")
+    losses = []
+    for folder in (dataset, tmp_path / "words"):
+        nats, count = 0.0, 0
+        for tokens, targets in validation_batches(open_dataset(folder).val, 32, 4, "cpu"):
+            n = int((targets != -100).sum())
+            nats, count = nats + model(tokens, targets).item() * n, count + n
+        losses.append(nats / count)
+    assert abs(losses[0] - losses[1]) > 0.02
+    assert numbers(tmp_path / "run")[-1][3] == pytest.approx(0.75 * losses[0] + 0.25 * losses[1], rel=1e-5)
+
+
+def test_a_prompt_that_cannot_be_sampled_does_not_end_the_run(preset, run_train, tmp_path):
+    (tmp_path / "words.txt").write_text("the same old words again. " * 400, encoding="utf-8")
+    prepare_main(["files", str(tmp_path / "words.txt"), "--tokenizer", "char", "--out", str(tmp_path / "words")])
+    code, out, _ = run_train(preset, "--dataset", tmp_path / "words", "--sample_prompt=QED", "--max_steps=2")
+    assert code == 0 and "samples will start from nothing, not from sample_prompt='QED'" in out
+    shutil.rmtree(tmp_path / "run")
+    code, out, _ = run_train(preset, "--sample_prompt", "x" * 32, "--max_steps=2")
+    assert code == 0 and "it fills block_size" in out
 
 
 def test_wandb_offline(preset, run_train, tmp_path, monkeypatch):
