@@ -8,7 +8,7 @@ block_size = 256
 tie_embeddings = False
 
 dataset = "stdlib"
-max_steps = 770
+max_steps = 880
 tokens_per_step = 4096
 micro_batch_size = 16
 optimizer = "muon"
