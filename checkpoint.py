@@ -24,6 +24,7 @@ from data import load_tokenizer as read_tokenizer
 from model import ModelConfig, Transformer
 
 STATE = "state.json"
+OPTIMIZER_STATE = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum",)}  # what each keeps of a parameter
 
 
 def save(run: Path, state: dict, model, optimizers, tokenizer, best: bool = False, keep: int = 0):
@@ -54,7 +55,7 @@ def save(run: Path, state: dict, model, optimizers, tokenizer, best: bool = Fals
         if keep:
             name = f"step_{state['step']:06d}"
             _publish(_linked_copy(temporary, run / f"{name}.tmp"), run / name)
-            for outdated in sorted(run.glob("step_" + "[0-9]" * 6))[:-keep]:
+            for outdated in numbered(run)[keep:]:
                 shutil.rmtree(outdated)
         _publish(temporary, run / "last")
     except (OSError, SafetensorError) as error:
@@ -117,12 +118,23 @@ def find(run: Path, name: str) -> Path | None:
     return next((path for path in (run / name, run / f"{name}.old") if (path / STATE).is_file()), None)
 
 
+def numbered(run: Path) -> list[Path]:
+    """The numbered checkpoints of a run, the one saved last first. (A run may have gone back: names do not tell.)"""
+    found = [path for path in run.glob("step_*") if path.name[5:].isdigit() and (path / STATE).is_file()]
+    return sorted(found, key=lambda path: (path / STATE).stat().st_mtime_ns, reverse=True)
+
+
+def find_any(run: Path, prefer: str) -> Path | None:
+    """The preferred checkpoint of a run, or else another one: last, the newest numbered one, best."""
+    return find(run, prefer) or find(run, "last") or next(iter(numbered(run)), None) or find(run, "best")
+
+
 def resolve(path, prefer: str = "best") -> Path:
     """The checkpoint directory for a run directory (its `prefer`red one) or for a checkpoint directory itself."""
     path = Path(path)
     if (path / STATE).is_file():
         return path
-    found = find(path, prefer) or find(path, "last") or find(path.parent, path.name)
+    found = find_any(path, prefer) or find(path.parent, path.name)
     if found is None and (path / "metrics.jsonl").exists():
         raise UserError(f"the run {path} has saved no checkpoint yet: start it again without --resume")
     if found is None:
@@ -186,14 +198,17 @@ def load_optimizers(path, model, optimizers) -> None:
     """Give the optimizers the state they had when the checkpoint was saved."""
     file = Path(path) / "optimizer.safetensors"
     tensors = _load_tensors(file)
-    parameters = dict(model.named_parameters())
-    owners = {parameter: o for o in optimizers for group in o.param_groups for parameter in group["params"]}
-    for key, tensor in tensors.items():
-        name, entry = key.rsplit("/", 1)
-        if name not in parameters:
-            raise UserError(f"{file} belongs to another model: it has state for {name}")
-        parameter = parameters[name]
-        owners[parameter].state[parameter][entry] = tensor.to(parameter.device)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            for entry in OPTIMIZER_STATE[type(optimizer).__name__]:
+                key = f"{names[parameter]}/{entry}"
+                tensor = tensors.pop(key, None)
+                if tensor is None or tensor.shape not in (parameter.shape, ()):
+                    raise UserError(f"{file} does not fit this run: see {key}")
+                optimizer.state[parameter][entry] = tensor.to(parameter.device)
+    if tensors:
+        raise UserError(f"{file} does not fit this run: it has {next(iter(tensors))}")
 
 
 def load_model(path, device="cpu", dtype: torch.dtype | None = None, attention: str | None = None) -> Transformer:

@@ -99,7 +99,7 @@ def read_prompt(path: str) -> str:
 
 def load(args) -> Engine:
     """The engine of the checkpoint asked for, announced on stderr."""
-    run = args.checkpoint or checkpoint.newest_run()
+    run = checkpoint.newest_run() if args.checkpoint is None else args.checkpoint
     if run is None:
         raise UserError("there is no run under out/ yet: train one with `python train.py config/small.py`")
     device = pick_device(args.device)
@@ -179,7 +179,6 @@ def converse(engine: Engine, args, sampling: Sampling):
 
 def main(argv=None):
     args = build_parser().parse_args(argv)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character gets a question mark
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     except ValueError as error:

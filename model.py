@@ -76,6 +76,9 @@ class ModelConfig:
             raise ValueError(f"d_ff={self.d_ff} must be at least 1")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window={self.sliding_window} must be at least 1 (or none)")
+        for name in ("vocab_size", "n_layer", "n_embd", "d_ff", "head_dim", "block_size", "sliding_window"):
+            if (getattr(self, name) or 0) >= 2**31:
+                raise ValueError(f"{name}={getattr(self, name)} must be below 2**31")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if self.rope_theta <= 0 or self.norm_eps <= 0:

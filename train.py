@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -21,15 +21,15 @@ from tqdm import tqdm
 
 import checkpoint
 from config import build, find_gpu, parse_command_line, pick_device, pick_dtype, resume_config, show
-from data import UserError, exit_cleanly, open_datasets, split_parts, weighted_totals
+from data import UserError, exit_cleanly, open_datasets, parse_mixture, split_parts, weighted_totals
 from data.loader import IGNORE_INDEX, Loader, validation_batches
 from data.prepare import prepare_stdlib
 from engine import Engine, Sampling
-from kernels import describe_backend
+from kernels import describe_backend, why_not_triton
 from model import Transformer
 from optim import learning_rate_at, make_optimizers, set_learning_rate
 from parallel import World
-from runlog import RunLog, plot_loss_curve
+from runlog import RunLog, plot_loss_curve, say, start_wandb
 
 SAMPLE_TOKENS = 100
 LINE_SECONDS = 10  # how often a log without a progress bar gets a line
@@ -42,21 +42,33 @@ def main(argv: list[str] | None = None):
         config, saved, saved_at, notes = resolve_settings(preset, overrides)
         config.accumulation_steps(world.size)  # refuses what does not divide
         device = pick_device(config.device)
-    if world.is_main and notes:
-        print("\n".join(notes))
+        dtype = pick_dtype(config.dtype, device)
+        check_attention(config, device, dtype)
+    if world.is_main:
+        for note in notes:
+            say(note)
     if saved and saved["step"] >= config.max_steps:
-        return print(f"nothing to do: all {config.max_steps} steps are done; a larger --max_steps would train on")
-    with world.joined(device) as device:
-        train(config, world, device, saved, saved_at)
+        if world.is_main:
+            say(f"nothing to do: all {config.max_steps} steps are done; a larger --max_steps would train on")
+        return
+    with world.joined(device) as device, memory_in_words(config):
+        train(config, world, device, dtype, saved, saved_at)
 
 
-def train(config, world, device, saved, saved_at):
+def train(config, world, device, dtype, saved, saved_at):
     """The run, from `saved` (the state of the checkpoint directory `saved_at`) or from the start (None) to its end."""
     # ---- data -------------------------------------------------------------------------------------------------------
     dataset = open_training_data(config, world)
     config = config.with_vocab_size(dataset.tokenizer.vocab_size)
     if saved and saved["tokenizer"] != dataset.tokenizer.hash:
         raise UserError(f"dataset {config.dataset!r} has another tokenizer than the checkpoint {saved_at}")
+    for val, _ in split_parts(dataset.val):
+        if len(val) < 3:
+            raise UserError(
+                f"the validation text of dataset {config.dataset!r} has {len(val)} tokens: prepare more text"
+            )
+    if saved and saved.get("dataset") != dataset.hash and world.is_main:
+        say(f"note: the text of dataset {config.dataset!r} is not what {saved_at} was trained on")
     block_size, windows_per_step = config.model.block_size, config.tokens_per_step // config.model.block_size
     loader = Loader(
         dataset.train,
@@ -71,7 +83,6 @@ def train(config, world, device, saved, saved_at):
     )
 
     # ---- model and optimizers ---------------------------------------------------------------------------------------
-    dtype = pick_dtype(config.dtype, device)
     torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
@@ -91,13 +102,16 @@ def train(config, world, device, saved, saved_at):
     step = saved["step"] if saved else 0
     run = Path(config.out_dir)
     gpu = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    origin = {"versions": versions(), "commit": git_commit(), "tokenizer": dataset.tokenizer.hash}
+    origin = {"versions": versions(), "commit": git_commit()}
+    origin |= {"tokenizer": dataset.tokenizer.hash, "dataset": dataset.hash}
     log, wandb_id = None, saved["wandb"] if saved else None
     if world.is_main:
-        log = RunLog(run, {"config": config.flat(), **origin}, resume_step=step if saved else None)
-        if config.wandb:
-            wandb_id = log.start_wandb(run, config.flat(), wandb_id)
-        print(introduction(config, dataset, loader, world, device, dtype, compiled, gpu, origin), flush=True)
+        wandb_run = start_wandb(run, config.flat(), wandb_id) if config.wandb else None
+        history = saved_at.parent / "metrics.jsonl" if saved else None
+        log = RunLog(run, {"config": config.flat(), **origin}, history, step)
+        if wandb_run:
+            log.wandb, wandb_id = wandb_run, wandb_run.id
+        say(introduction(config, dataset, loader, world, device, dtype, compiled, gpu, origin))
         prompt = usable_prompt(config, dataset.tokenizer)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -123,11 +137,14 @@ def train(config, world, device, saved, saved_at):
         while len(in_flight) > (1 if device.type == "cuda" and not (evaluate_now or stopping) else 0):
             update = in_flight.popleft()
             loss, grad_norm, stops = update.numbers()
-            check_finite(update.step, loss, grad_norm, run)
+            with world.same_on_every_rank():
+                check_finite(update.step, {"loss": loss, "norm of the gradient": grad_norm}, run)
             stopping = stopping or stops > 0  # summed over the ranks, so all of them stop after the same step
             validation = {}
             if evaluate_now and update.step == step:
                 validation = evaluate(forward, dataset, config, world, device)
+                with world.same_on_every_rank():
+                    check_finite(step, {"validation loss": validation["val_loss"]}, run)
             if not world.is_main:
                 continue
             tokens_per_s = config.tokens_per_step / update.seconds()
@@ -147,21 +164,23 @@ def train(config, world, device, saved, saved_at):
             speed = f"{tokens_per_s:,.0f} tok/s, mfu {'n/a' if mfu is None else f'{mfu:.1%}'}"
             bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
             if bar.disable and clock.line_due():
-                print(f"step {update.step}/{config.max_steps}: loss {loss:.4f}, {speed}", flush=True)
+                say(f"step {update.step}/{config.max_steps}: loss {loss:.4f}, {speed}")
 
+        if evaluate_now or stopping:
+            with world.same_on_every_rank():
+                check_finite(step, {"sum of the weights": sum_of_weights(model)}, run)
         if world.is_main and (evaluate_now or stopping):
-            improved = False
-            if evaluate_now:
-                improved = best is None or validation["val_loss"] < best
-                best = validation["val_loss"] if improved else best
-                tqdm.write(
-                    f"step {step}: loss {loss:.4f}, validation {validation['val_loss']:.4f} nats per token, "
-                    f"{validation['val_bpb']:.4f} bits per byte, {clock.seconds():.0f} s"
-                )
-                tqdm.write(sample(model, dataset.tokenizer, prompt, config.seed))
+            improved = evaluate_now and (best is None or validation["val_loss"] < best)
+            best = validation["val_loss"] if improved else best
             state = {"step": step, "seconds": clock.seconds(), "best_val_loss": best, "wandb": wandb_id}
             state |= {"config": config.flat(), **origin}
             checkpoint.save(run, state, model, optimizers, dataset.tokenizer, improved, config.keep_checkpoints)
+            if evaluate_now:
+                say(
+                    f"step {step}: loss {loss:.4f}, validation {validation['val_loss']:.4f} nats per token, "
+                    f"{validation['val_bpb']:.4f} bits per byte, {clock.seconds():.0f} s"
+                )
+                say(sample(model, dataset.tokenizer, prompt, config.seed))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
     bar.close()
@@ -170,10 +189,10 @@ def train(config, world, device, saved, saved_at):
         log.close()
         picture = plot_loss_curve(run)
         pointer = f", {picture}" if picture else ""
-        print(f"{run}: step {step} of {config.max_steps}, {clock.seconds():.0f} s{pointer}")
+        say(f"{run}: step {step} of {config.max_steps}, {clock.seconds():.0f} s{pointer}")
     if step < config.max_steps:
         if world.is_main:
-            print(f"stopped by a signal; continue with --resume={run}")
+            say(f"stopped by a signal; continue with --resume={run}")
         sys.exit(128 + (stop.requested or signal.SIGTERM))
 
 
@@ -181,7 +200,7 @@ def resolve_settings(preset: dict, overrides: dict):
     """-> (TrainConfig, saved state or None, its checkpoint directory or None, lines to tell about a resume)."""
     if not (resume := overrides.get("resume", preset.get("resume"))):
         config = build({"out_dir": "out/run"} | preset | overrides)
-        if checkpoint.find(Path(config.out_dir), "last"):
+        if checkpoint.find_any(Path(config.out_dir), "last"):
             raise UserError(
                 f"{config.out_dir} already holds a run: continue it with --resume, or choose another --out_dir"
             )
@@ -189,15 +208,46 @@ def resolve_settings(preset: dict, overrides: dict):
     path = resume if isinstance(resume, str) else (preset | overrides).get("out_dir") or "out/run"
     saved_at = checkpoint.resolve(path, prefer="last")
     saved = checkpoint.load_state(saved_at)
+    missing = {"seconds", "best_val_loss", "wandb", "tokenizer"} - saved.keys()
+    if missing:
+        raise UserError(f"{saved_at} cannot be resumed: its state.json lacks {', '.join(sorted(missing))}")
     # The run goes on where it is, also when its directory has been moved.
     config, notes = resume_config(saved["config"] | {"out_dir": str(saved_at.parent)}, preset, overrides)
+    elsewhere = Path(config.out_dir).resolve() != saved_at.parent.resolve()
+    if elsewhere and checkpoint.find_any(Path(config.out_dir), "last"):
+        raise UserError(
+            f"{config.out_dir} already holds another run: choose another --out_dir to continue {saved_at} in"
+        )
+    if best_at := checkpoint.find(Path(config.out_dir), "best"):  # after going back, a later best stays the best
+        known = [saved["best_val_loss"], checkpoint.load_state(best_at).get("best_val_loss")]
+        saved["best_val_loss"] = min((value for value in known if value is not None), default=None)
     notes = [f"resuming {saved_at} at step {saved['step']}", *(f"  {note}" for note in notes)]
     return config, saved, saved_at, notes
 
 
+def check_attention(config, device, dtype):
+    """Refuse an implementation that cannot run here before anything is written."""
+    if config.attention == "triton" and (reason := why_not_triton(device.type, config.model.head_dim, dtype)):
+        raise UserError(f"attention=triton cannot run here: {reason}; use auto, torch or naive")
+
+
+@contextmanager
+def memory_in_words(config):
+    """Say what to change when the model or the batch is too large for the machine."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in str(error):
+            raise
+        raise UserError(
+            f"out of memory: lower micro_batch_size (now {config.micro_batch_size}; tokens_per_step can stay), "
+            f"block_size or the model"
+        ) from None
+
+
 def open_training_data(config, world):
     """The prepared dataset; the default one is prepared on the spot, since it needs no download."""
-    if config.dataset == "stdlib" and world.is_main:
+    if world.is_main and any(name == "stdlib" for name, _ in parse_mixture(config.dataset)):
         prepare_stdlib()
     world.barrier()
     return open_datasets(config.dataset)
@@ -255,15 +305,21 @@ class Update:
         return self._ended - self._began
 
 
-def check_finite(step, loss, grad_norm, run):
-    """Stop at the first number that training cannot come back from."""
-    for what, value in (("loss", loss), ("norm of the gradient", grad_norm)):
+def check_finite(step, values: dict, run):
+    """Stop at the first number that training cannot come back from, before it is saved."""
+    for what, value in values.items():
         if not math.isfinite(value):
             last = checkpoint.find(run, "last")
             kept = f"the checkpoint {last} is intact" if last else "no checkpoint had been saved yet"
             raise UserError(
                 f"the {what} is {value} at step {step}, so the run stops; {kept}. Try a lower learning_rate"
             )
+
+
+@torch.no_grad()
+def sum_of_weights(model) -> float:
+    """Not finite as soon as one weight is not."""
+    return torch.stack([p.double().sum() for p in model.parameters()]).sum().item()
 
 
 def evaluate(model, dataset, config, world, device) -> dict:
@@ -308,7 +364,7 @@ def usable_prompt(config, tokenizer) -> str:
         reason = "it fills block_size"
     except UserError as error:
         reason = str(error)
-    print(f"samples will start from nothing, not from sample_prompt={config.sample_prompt!r}: {reason}")
+    say(f"samples will start from nothing, not from sample_prompt={config.sample_prompt!r}: {reason}")
     return ""
 
 
@@ -331,7 +387,7 @@ class StopOnSignal:
 
     def _request(self, number, frame):
         self.requested = signal.Signals(number)
-        tqdm.write(f"{self.requested.name}: saving after this step (again to stop at once)")
+        say(f"{self.requested.name}: saving after this step (again to stop at once)")
         self.restore()
 
     def restore(self):

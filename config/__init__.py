@@ -70,6 +70,11 @@ class TrainConfig:
     wandb: bool = option(False, "also log to Weights & Biases")
 
     def __post_init__(self):
+        for name in ("max_steps", "tokens_per_step", "micro_batch_size", "eval_interval", "eval_tokens"):
+            if (getattr(self, name) or 0) >= 2**40:
+                raise UserError(f"{name}={getattr(self, name)} is beyond any machine")
+        if self.seed >= 2**63:
+            raise UserError(f"seed={self.seed} must be below 2**63")
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UserError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
@@ -151,7 +156,7 @@ def convert(name: str, value):
         near = difflib.get_close_matches(name, FIELDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "`python train.py --help` lists every setting"
         raise UserError(f"unknown setting {name!r}: {hint}")
-    kinds = typing.get_args(TYPES[name]) if isinstance(TYPES[name], types.UnionType) else (TYPES[name],)
+    kinds = _kinds(name)
     text = value.strip().lower() if isinstance(value, str) else value
     if types.NoneType in kinds and (value is None or text == "none"):
         return None
@@ -167,6 +172,11 @@ def convert(name: str, value):
                 continue
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "none"}
     raise UserError(f"{name} expects {' or '.join(words[kind] for kind in kinds)}, got {value!r}")
+
+
+def _kinds(name: str) -> tuple:
+    """The types that field `name` may have."""
+    return typing.get_args(TYPES[name]) if isinstance(TYPES[name], types.UnionType) else (TYPES[name],)
 
 
 def _whole_number(value) -> int:
@@ -194,15 +204,19 @@ def read_preset(path: str) -> dict:
         raise UserError(f"no preset at {path}: config/ has {', '.join(here)}")
     try:
         names = runpy.run_path(str(path))
-    except Exception as error:  # a preset is the user's own code: whatever it raises is theirs to read
+    except (Exception, SystemExit) as error:  # a preset is the user's own code: whatever it raises is theirs to read
         raise UserError(f"{path} could not be read: {type(error).__name__}: {error}") from None
     values = {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
-    for name, value in values.items():
-        try:
-            convert(name, value)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from None
-    return {"out_dir": f"out/{Path(path).stem}"} | values
+    try:
+        values = {name: convert(name, value) for name, value in values.items()}
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return {"out_dir": f"out/{Path(path).stem}"} | _without_empty_out_dir(values)
+
+
+def _without_empty_out_dir(values: dict) -> dict:
+    """`out_dir=none` asks for the default, which is to leave it out."""
+    return {name: value for name, value in values.items() if name != "out_dir" or value}
 
 
 def parse_command_line(argv: list[str] | None = None) -> tuple[dict, dict]:
@@ -220,7 +234,7 @@ def parse_command_line(argv: list[str] | None = None) -> tuple[dict, dict]:
         group = parser.add_argument_group(title)
         for name, f in members.items():
             choices = f" [{', '.join(CHOICES[name])}]" if name in CHOICES else ""
-            flag = {"nargs": "?", "const": True} if TYPES[name] in (bool, bool | str) else {}
+            flag = {"nargs": "?", "const": True} if bool in _kinds(name) else {}
             text = f"{f.metadata['help']}{choices} (default: {_show(f.default)})".replace("%", "%%")
             group.add_argument(f"--{name}", help=text, metavar="X", default=argparse.SUPPRESS, **flag)
     known, unknown = parser.parse_known_args(argv)
@@ -229,7 +243,7 @@ def parse_command_line(argv: list[str] | None = None) -> tuple[dict, dict]:
             convert(word[2:].split("=")[0], None)  # an unknown name: raises with the nearest match
         raise UserError(f"unexpected argument {word!r}: settings are written --name=value, after the preset")
     overrides = {name: convert(name, value) for name, value in vars(known).items() if name != "preset"}
-    return (read_preset(known.preset) if known.preset else {}), overrides
+    return (read_preset(known.preset) if known.preset else {}), _without_empty_out_dir(overrides)
 
 
 def resume_config(saved: dict, preset: dict, overrides: dict) -> tuple[TrainConfig, list[str]]:
@@ -273,11 +287,14 @@ def pick_device(name: str = "auto") -> torch.device:
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         name = next(kind for kind in ("cuda", "mps", "cpu") if available[kind])
-    if not available.get(name.split(":")[0], False):
-        raise UserError(
-            f"device={name} is not available here: use one of {', '.join(k for k, v in available.items() if v)}"
-        )
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or not available.get(device.type, False):
+        here = ", ".join(kind for kind, present in available.items() if present)
+        raise UserError(f"device={name} is not available here: use one of {here}")
+    return device
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

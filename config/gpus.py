@@ -41,7 +41,12 @@ GPUS = [
 ]
 
 
+# Words that make another chip of a name: "RTX 4090 Laptop GPU" is not an RTX 4090, and a MIG slice no whole card.
+OTHERS = {"laptop", "mobile", "ti", "super", "max", "mig", "nvl"}
+
+
 def find_gpu(device_name: str) -> GPU | None:
     """The row for a `torch.cuda.get_device_name()`, or None for a GPU that is not in the table."""
     words = device_name.lower().replace("-", " ").split()
-    return next((gpu for gpu in GPUS if all(word in words for word in gpu.name.split())), None)
+    matches = (gpu for gpu in GPUS if all(word in words for word in gpu.name.split()))
+    return next((gpu for gpu in matches if not OTHERS & (set(words) - set(gpu.name.split()))), None)

@@ -66,7 +66,7 @@ TOKENIZERS = f"bytes, char, bpe:N, {', '.join(TIKTOKEN_FILES)}, like:DATASET"
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = _parser().parse_args(argv)
+    args = build_parser().parse_args(argv)
     name = args.name or (_default_name(args) if args.out is None else "")
     if args.out is None and not is_plain_name(name):
         raise UserError(f"{name!r} cannot name a dataset: give --name with letters, digits, '_', '-' and '.'")
@@ -300,7 +300,7 @@ def _command(args: argparse.Namespace) -> str:
     return f"python -m data.prepare {shlex.join(parts)}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m data.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -90,11 +90,21 @@ def files_corpus(paths: list[Path], field: str = "text") -> Corpus:
             raise UserError(f"{path} is empty")
         else:
             chosen.append((path.name, path, False))
+    _refuse_repeats([path for _, path, _ in chosen])
     limit = HOLDOUT_BYTES // max(1, sum(not by_name for _, _, by_name in chosen))
     parts: list[Part] = []
     for name, path, by_name in chosen:
         parts += [_whole(path, name)] if by_name else by_position(path, name, limit, field=field)
     return read_through(parts, [*remarks, *_peculiarities(parts)])
+
+
+def _refuse_repeats(paths: list[Path]) -> None:
+    """A file that came in twice could stand in the training text by one name, in the validation text by the other."""
+    seen: set[Path] = set()
+    for path in paths:
+        if path.resolve() in seen:
+            raise UserError(f"{path} was named twice, directly or through a folder; name it once")
+        seen.add(path.resolve())
 
 
 def stdin_corpus(spooled: Path, field: str | None) -> Corpus:

@@ -153,7 +153,7 @@ def flash_attention(
             q, k, v, causal=causal, window=window, doc_start=doc_start, scale=scale, return_lse=return_lse
         )
     if backend == "triton":
-        reason = _unfit(q.device.type, int(q.shape[3]), q.dtype)
+        reason = why_not_triton(q.device.type, int(q.shape[3]), q.dtype)
         if reason:
             raise ValueError(f'flash_attention: backend "triton" cannot run here: {reason}; use "torch" or "naive"')
         out, lse = forward_op(q, k, v, doc_start, causal, window, scale)
@@ -206,7 +206,7 @@ def _check(
             refuse(f"doc_start must be on {q.device} like q; it is on {doc_start.device}")
 
 
-def _unfit(device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
+def why_not_triton(device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels cannot even be tried, or None."""
     if triton is None:
         return "Triton is not installed"
@@ -240,7 +240,7 @@ def describe_backend(
 def _choose(device_type: str, index: int | None, head_dim: int, dtype: torch.dtype) -> tuple[str, str]:
     if device_type != "cuda":
         return "torch", f"Triton kernels need a GPU and this is {device_type}"
-    reason = _unfit(device_type, head_dim, dtype)
+    reason = why_not_triton(device_type, head_dim, dtype)
     device = torch.device(device_type, torch.cuda.current_device() if index is None else index)
     capability = torch.cuda.get_device_capability(device)
     if reason is None and capability < (8, 0):

@@ -108,8 +108,9 @@ def test_a_kill_between_the_two_renames_is_survived(tmp_path):
 SAVE_FOREVER = """
 import sys; sys.path.insert(0, {root!r})
 from pathlib import Path
-from tests.test_checkpoint import make_run, save
+from tests.test_checkpoint import make_run, save, take_step
 run = make_run()
+take_step(*run[1:], 1)
 for step in range(1, 10_000):
     save(Path({folder!r}), step, *run, best=step % 2 == 0, keep=2)
     print(step, flush=True)

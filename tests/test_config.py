@@ -66,6 +66,10 @@ def test_both_spellings_and_types():
         (["--learning_rate=-1"], "must be above 0"),
         (["--min_lr=2"], "above learning_rate"),
         (["--max_steps=0"], "at least 1"),
+        (["--max_steps=1e15"], "beyond any machine"),
+        (["--seed=1e30"], r"below 2\*\*63"),
+        (["--n_embd=1e11", "--n_head=1"], r"below 2\*\*31"),
+        (["--sliding_window=1e20"], r"below 2\*\*31"),
         (["--beta2=1"], r"must lie in \[0, 1\)"),
         (["--eval_tokens=10"], "less than one window"),
         (["config/smal.py"], "no preset at config/smal.py: config/ has gpt2_124m"),
@@ -86,6 +90,7 @@ def test_mistakes_on_the_command_line_get_a_sentence(words, sentence, monkeypatc
         ("max_steps = True", "max_steps expects a whole number"),
         ("max_steps =", "could not be read: SyntaxError"),
         ("max_steps = undefined", "could not be read: NameError"),
+        ("import sys; sys.exit(0)", "could not be read: SystemExit"),
     ],
 )
 def test_mistakes_in_a_preset_name_the_file(line, sentence, tmp_path):
@@ -183,8 +188,29 @@ def test_gpus_are_found_by_their_device_names(device, name):
     assert find_gpu(device).name == name
 
 
-def test_an_unknown_gpu_has_no_peak():
-    assert find_gpu("NVIDIA GeForce GTX 1080") is None
+@pytest.mark.parametrize(
+    "device",
+    [
+        "NVIDIA GeForce GTX 1080",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3080 Ti",
+        "NVIDIA GeForce RTX 4080 SUPER",
+        "NVIDIA H200 NVL",
+        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    ],
+)
+def test_an_unknown_gpu_has_no_peak(device):
+    assert find_gpu(device) is None
+
+
+def test_a_switch_needs_no_value():
+    assert command_line("--compile").compile is True
+    assert command_line("--doc_mask", "--deterministic=false").doc_mask is True
+
+
+def test_a_preset_may_say_no_to_resuming(tmp_path):
+    (tmp_path / "p.py").write_text("resume = 'false'", encoding="utf-8")
+    assert read_preset(tmp_path / "p.py")["resume"] is False
 
 
 def test_a_device_that_is_not_there_is_refused():

@@ -28,12 +28,21 @@ def home(tmp_path, monkeypatch):
 @pytest.mark.parametrize("read_bytes", [7, 64, 1000])
 def test_pieces_are_the_text(tmp_path, monkeypatch, read_bytes):
     text = "\ufeff" + TORTURE + code()[:20_000]
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
-    documents = files_corpus([tmp_path / "a.txt", tmp_path / "a.txt"]).parts
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    documents = files_corpus([tmp_path / "a.txt", tmp_path / "b.txt"]).parts
     monkeypatch.setattr(reading, "READ_BYTES", read_bytes)
     assert "".join(text for document in documents[:2] for text in cut_text(decoded(document))) == text[1:]
     flags = [ends for _, ends in pieces(documents)]
     assert flags.count(True) == 4 and flags[-1] and len(flags) > 20
+
+
+def test_a_file_that_comes_twice_is_refused(tmp_path):
+    """Whole in the training text through its folder, its end in the validation text by its name."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("some words " * 50, encoding="utf-8")
+    with pytest.raises(UserError, match="a.txt was named twice"):
+        files_corpus([tmp_path / "notes", tmp_path / "notes/../notes/a.txt"])
 
 
 # The split patterns of the encodings that tests cannot download, from tiktoken_ext/openai_public.py.

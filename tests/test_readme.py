@@ -31,6 +31,13 @@ def test_train_commands(words, monkeypatch):
         build(preset | overrides)
 
 
+@pytest.mark.parametrize("words", arguments("torchrun --nproc_per_node=4 train.py"), ids=" ".join)
+def test_torchrun_commands(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    preset, overrides = parse_command_line(words)
+    assert build(preset | overrides).accumulation_steps(4) >= 1
+
+
 @pytest.mark.parametrize("words", arguments("python generate.py"), ids=" ".join)
 def test_generate_commands(words):
     generate_parser().parse_args(words)

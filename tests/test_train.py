@@ -11,8 +11,11 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import checkpoint
+import train
+from config import build, parse_command_line
 from data import open_dataset
 from data.loader import validation_batches
 from data.prepare import main as prepare_main
@@ -223,6 +226,126 @@ def test_a_prompt_that_cannot_be_sampled_does_not_end_the_run(preset, run_train,
     shutil.rmtree(tmp_path / "run")
     code, out, _ = run_train(preset, "--sample_prompt", "x" * 32, "--max_steps=2")
     assert code == 0 and "it fills block_size" in out
+
+
+def test_weights_that_are_not_finite_are_never_saved(preset, run_train, tmp_path):
+    """The first loss is finite, the update is not: what is saved must be checked and not only what was logged."""
+    wild = ["--learning_rate=1e38", "--warmup_steps=0", "--grad_clip=0", "--eval_interval=1"]
+    code, _, err = run_train(preset, *wild)
+    assert code == 1 and "at step 1, so the run stops; no checkpoint had been saved yet" in err
+    assert checkpoint.find_any(tmp_path / "run", "last") is None
+    assert run_train(preset, "--max_steps=2")[0] == 0
+    code, _, err = run_train(preset, "--resume", "--max_steps=9", *wild)
+    assert code == 1 and "is intact" in err
+    assert all(tensor.isfinite().all() for tensor in load_file(tmp_path / "run/last/model.safetensors").values())
+
+
+def test_a_closed_output_does_not_stop_a_run(preset, tmp_path, monkeypatch):
+    class Closed:
+        encoding, errors = "utf-8", "strict"
+
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = isatty = lambda self: None
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    train.main([str(preset), "--max_steps=3"])
+    assert checkpoint.load_state(tmp_path / "run/last")["step"] == 3
+
+
+def test_a_run_can_be_continued_elsewhere_but_not_over_another(preset, run_train, tmp_path):
+    assert run_train(preset, "--max_steps=3")[0] == 0
+    elsewhere = ["--resume", tmp_path / "run", "--out_dir", tmp_path / "fork"]
+    assert run_train(*elsewhere, "--max_steps=5")[0] == 0
+    assert [row[0] for row in numbers(tmp_path / "fork")] == [1, 2, 3, 4, 5]
+    assert len(numbers(tmp_path / "run")) == 3
+    code, _, err = run_train(*elsewhere, "--max_steps=7")
+    assert code == 1 and "already holds another run" in err
+
+
+def test_without_last_a_run_goes_on_from_what_there_is(preset, run_train, tmp_path):
+    assert run_train(preset, "--max_steps=4", "--eval_interval=2")[0] == 0
+    shutil.rmtree(tmp_path / "run/last")
+    code, _, err = run_train(preset)
+    assert code == 1 and "already holds a run" in err
+    code, out, _ = run_train(preset, "--resume", "--max_steps=6")
+    assert code == 0 and "best at step" in out
+
+
+def test_going_back_keeps_the_best_and_the_newest(preset, run_train, tmp_path):
+    assert run_train(preset, "--eval_interval=5", "--keep_checkpoints=4")[0] == 0
+    best = checkpoint.load_state(tmp_path / "run/best")
+    again = ["--eval_interval=1", "--max_steps=6", "--keep_checkpoints=2", "--learning_rate=1e-9"]
+    assert run_train("--resume", tmp_path / "run/step_000005", *again)[0] == 0
+    assert checkpoint.load_state(tmp_path / "run/best")["best_val_loss"] == best["best_val_loss"]
+    assert "step_000006" in {p.name for p in checkpoint.numbered(tmp_path / "run")}
+
+
+def test_a_damaged_log_is_told_and_left_alone(preset, run_train, tmp_path):
+    assert run_train(preset, "--max_steps=3")[0] == 0
+    log = tmp_path / "run/metrics.jsonl"
+    whole = log.read_text(encoding="utf-8")
+    for garbage in ("garbage", "5", "[]", '{"a": 1}', '{"step": null}'):
+        log.write_text(garbage + "\n" + whole, encoding="utf-8")
+        code, _, err = run_train(preset, "--resume", "--max_steps=5")
+        assert code == 1 and "metrics.jsonl is damaged in line 1" in err
+        assert log.read_text(encoding="utf-8") == garbage + "\n" + whole
+    log.write_text(whole + '{"step": 4, "lo', encoding="utf-8")  # a kill cut the last line short
+    assert run_train(preset, "--resume", "--max_steps=5")[0] == 0
+    assert [row[0] for row in numbers(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_two_processes_cannot_share_a_run(preset, run_train, tmp_path):
+    with start(preset, "--max_steps=100000", "--eval_interval=100000") as process:
+        wait_for(lambda: has_step(tmp_path / "run", 1))
+        code, _, err = run_train(preset)
+        process.kill()
+    assert code == 1 and "another process is writing to" in err
+
+
+def test_a_changed_text_is_noticed(preset, run_train, tmp_path):
+    folder = tmp_path / "shards"
+    for text in ("one text of many. ", "another text, alike. "):
+        (tmp_path / "t.txt").write_text(text * 300, encoding="utf-8")
+        words = ["files", str(tmp_path / "t.txt"), "--tokenizer", "bytes", "--out", str(folder), "--overwrite"]
+        prepare_main(words)
+        options = ["--dataset", folder, "--max_steps", 2 if "one" in text else 3]
+        code, out, err = run_train(preset, *options, *([] if "one" in text else ["--resume"]))
+        assert code == 0, err
+        assert ("is not what" in out) == ("another" in text)
+
+
+def test_an_optimizer_without_its_state_is_refused(preset, run_train, tmp_path):
+    assert run_train(preset, "--max_steps=2")[0] == 0
+    file = tmp_path / "run/last/optimizer.safetensors"
+    state = load_file(file)
+    for kept in ({}, {k: v for k, v in state.items() if "exp_avg_sq" not in k}, state | {"x/y": torch.zeros(1)}):
+        save_file(kept, file)
+        code, _, err = run_train(preset, "--resume", "--max_steps=4")
+        assert code == 1 and "optimizer.safetensors does not fit this run" in err
+
+
+def test_triton_is_refused_on_a_cpu_before_anything_is_written(preset, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "train.py", str(preset), "--attention=triton"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: attention=triton cannot run here")
+    assert not (tmp_path / "run").exists()
+
+
+def test_out_dir_none_is_the_default(preset, monkeypatch):
+    preset_values, overrides = parse_command_line([str(ROOT / "config/small.py"), "--out_dir=none"])
+    assert build(preset_values | overrides).out_dir == "out/small"
+
+
+def test_wandb_that_cannot_start_is_one_sentence(preset):
+    pytest.importorskip("wandb")
+    command = [sys.executable, "train.py", str(preset), "--wandb", "--max_steps=3"]
+    environment = os.environ | {"WANDB_MODE": "bogus"}  # in a process of its own: wandb remembers its settings
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "error: wandb could not start" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_wandb_offline(preset, run_train, tmp_path, monkeypatch):
