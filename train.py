@@ -168,7 +168,7 @@ def train(config, world, device, dtype, saved, saved_at):
 
         if evaluate_now or stopping:
             with world.same_on_every_rank():
-                check_finite(step, {"sum of the weights": sum_of_weights(model)}, run)
+                check_finite(step, {"largest weight": largest_weight(model)}, run)
         if world.is_main and (evaluate_now or stopping):
             improved = evaluate_now and (best is None or validation["val_loss"] < best)
             best = validation["val_loss"] if improved else best
@@ -317,9 +317,9 @@ def check_finite(step, values: dict, run):
 
 
 @torch.no_grad()
-def sum_of_weights(model) -> float:
+def largest_weight(model) -> float:
     """Not finite as soon as one weight is not."""
-    return torch.stack([p.double().sum() for p in model.parameters()]).sum().item()
+    return torch.stack([parameter.abs().amax() for parameter in model.parameters()]).amax().item()
 
 
 def evaluate(model, dataset, config, world, device) -> dict:
