@@ -452,7 +452,7 @@ def introduction(config, dataset, loader, world, device, dtype, compiled, gpu, o
     return f"""{show(config)}
 versions: {" ".join(f"{k} {v}" for k, v in origin["versions"].items())}, commit {origin["commit"]}
 device: {device} ({name}), {str(dtype).removeprefix("torch.")}, {"compiled" if compiled else "not compiled"}, {peak}
-attention: {describe_backend(device, model.head_dim, dtype) if config.attention == "auto" else config.attention}
+{describe_backend(device, model.head_dim, dtype) if config.attention == "auto" else f"attention: {config.attention}"}
 data: {dataset.name} ({dataset.hash[:12]}), {len(dataset.train):,} training and {len(dataset.val):,} validation tokens
 model: {model.n_params():,} parameters, {kind} {model.n_head}/{model.n_kv_head} heads of {model.head_dim}, \
 {model.flops_per_token(model.block_size):,} FLOPs a token, {model.kv_cache_bytes(1, 1):,} bytes of bf16 KV cache a token

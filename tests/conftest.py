@@ -1,9 +1,12 @@
 """Shared by the tests: the repository's folder, a small dataset, and programs run in this process."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
+# A shell starts background jobs with Ctrl-C ignored, and what they start inherits that: the tests send SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("WANDB_MODE", "offline")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
