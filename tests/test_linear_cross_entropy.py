@@ -90,3 +90,18 @@ def test_compiles_whole():
     ours, theirs = (torch.autograd.grad(value, (x, weight)) for value in (loss, definition(x, weight, targets)))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_other_devices_take_the_definition():
+    """What a GPU runs, tried here: on the meta device for its shapes, and on the CPU's numbers."""
+    x, weight, targets = (tensor.detach().to("meta") for tensor in case(vocab=40))
+    assert linear_cross_entropy(x, weight, targets, n_classes=37).shape == ()
+    x, weight, targets = case(vocab=40)
+    targets %= 37
+    ours = linear_cross_entropy(x, weight, targets, n_classes=37)
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("meta")
+
+    theirs = linear_cross_entropy(x.as_subclass(Elsewhere), weight, targets, n_classes=37)
+    torch.testing.assert_close(ours, theirs.as_subclass(torch.Tensor), rtol=1e-5, atol=1e-6)
