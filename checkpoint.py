@@ -6,7 +6,7 @@
 
 Each holds `model.safetensors`, `optimizer.safetensors`, `tokenizer.json` and `state.json` (step, settings, versions).
 A checkpoint is written under a temporary name, flushed to the disk, then renamed. Where an old one has to make room
-it is renamed to `last.old` first, so a kill between the two renames leaves that one, and `find` knows it.
+it is renamed to `.last.old` first, so a kill between the two renames leaves that one, and `find` knows it.
 """
 
 import json
@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from config import FIELDS, MODEL_FIELDS
 from data import UserError
 from data import load_tokenizer as read_tokenizer
+from data.files import move_into_place, place_of_old, sync
 from model import ModelConfig, Transformer
 
 STATE = "state.json"
@@ -47,17 +48,17 @@ def save(run: Path, state: dict, model, optimizers, tokenizer, best: bool = Fals
         save_file(_optimizer_tensors(model, optimizers), temporary / "optimizer.safetensors")
         tokenizer.save(temporary)
         (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        for path in [*temporary.iterdir(), temporary]:
-            _flush(path)
+        for path in temporary.iterdir():
+            sync(path)
         # `last` goes last: if a kill comes before it, the resumed run meets this step again and renews the others.
         if best:
-            _publish(_linked_copy(temporary, run / "best.tmp"), run / "best")
+            move_into_place(_linked_copy(temporary, run / "best.tmp"), run / "best")
         if keep:
             name = f"step_{state['step']:06d}"
-            _publish(_linked_copy(temporary, run / f"{name}.tmp"), run / name)
+            move_into_place(_linked_copy(temporary, run / f"{name}.tmp"), run / name)
             for outdated in numbered(run)[keep:]:
                 shutil.rmtree(outdated)
-        _publish(temporary, run / "last")
+        move_into_place(temporary, run / "last")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise UserError(f"could not save to {run}: {error}; the earlier checkpoints there are intact") from None
@@ -79,17 +80,6 @@ def _optimizer_tensors(model, optimizers) -> dict:
     }
 
 
-def _flush(path: Path):
-    """Force a file or a directory's list of names onto the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a directory
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _linked_copy(source: Path, target: Path) -> Path:
     """The same files under another directory without a second copy on the disk, where the file system can."""
     shutil.rmtree(target, ignore_errors=True)
@@ -102,20 +92,9 @@ def _linked_copy(source: Path, target: Path) -> Path:
     return target
 
 
-def _publish(temporary: Path, final: Path):
-    """Rename a finished directory to its final name; a kill at any point leaves a whole one under a known name."""
-    old = final.with_name(final.name + ".old")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    temporary.rename(final)
-    _flush(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def find(run: Path, name: str) -> Path | None:
     """The checkpoint `name` of a run, or the one that was making room for it when the run was killed."""
-    return next((path for path in (run / name, run / f"{name}.old") if (path / STATE).is_file()), None)
+    return next((path for path in (run / name, place_of_old(run / name)) if (path / STATE).is_file()), None)
 
 
 def numbered(run: Path) -> list[Path]:

@@ -34,21 +34,28 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def move_into_place(partial: Path, folder: Path) -> None:
-    """Give a finished folder its name. What had the name before goes only now."""
-    sync_folder(partial)
-    old = folder.parent / f".{folder.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
+    """Give a finished folder its name. At every instant a whole one is there: `folder`, or `place_of_old(folder)`."""
+    sync(partial)
+    old = place_of_old(folder)
+    if folder.exists():  # else a kill came between the two renames, and the old one is the only whole one
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(folder, old)
     os.rename(partial, folder)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def place_of_old(folder: Path) -> Path:
+    """Where a folder stands while a new one takes its name."""
+    return folder.parent / f".{folder.name}.old"
+
+
+def sync(path: Path) -> None:
+    """Force a file's contents, or a folder's list of names, onto the disk."""
+    if path.is_dir() and os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 from config import build
 from data import UserError
+from data.files import place_of_old
 from data.tokenizer import ByteTokenizer
 from model import Transformer
 from optim import make_optimizers
@@ -97,7 +98,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 def test_a_kill_between_the_two_renames_is_survived(tmp_path):
     config, model, optimizers = make_run()
     save(tmp_path, 1, config, model, optimizers)
-    (tmp_path / "last").rename(tmp_path / "last.old")  # where `_publish` stood when the kill came
+    (tmp_path / "last").rename(place_of_old(tmp_path / "last"))  # where `move_into_place` was when the kill came
     assert checkpoint.load_state(checkpoint.resolve(tmp_path))["step"] == 1
     assert checkpoint.newest_run(tmp_path.parent) is not None
     save(tmp_path, 2, config, model, optimizers)
