@@ -134,7 +134,7 @@ def interleave(calls: dict, rounds: int, repeats: int = 5) -> dict[str, list[flo
     host = {name: host_time(call) for name, call in calls.items()}
     times = {name: [] for name in calls}
     names = list(calls)
-    for turn in range(rounds):
+    for turn in range(rounds if names else 0):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             times[name].append(time_once(calls[name], repeats, host[name]))
     return times
@@ -249,16 +249,8 @@ def table(shapes: list[Shape], rounds: int, naive: bool) -> dict:
     return dict(device=torch.cuda.get_device_name(), matrix_tflops=rate, rounds=rounds, rows=rows)
 
 
-def plot(path: str, rounds: int) -> dict:
-    """Speed and memory against the length of the sequence, 16k tokens a batch up to there; PNG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lengths = [1024, 2048, 4096, 8192, 16_384, 32_768]
+def lengths_table(lengths: list[int], rounds: int) -> dict[str, list]:
+    """For each implementation (tokens, TFLOP/s of both passes, peak GB), as far as it goes; 16k tokens a batch."""
     names = ("triton", *PEERS, "naive")
     points = {name: [] for name in names}
     for tokens in lengths:
@@ -272,22 +264,34 @@ def plot(path: str, rounds: int) -> dict:
                 speed = (shape.flops("forward") + shape.flops("backward")) / seconds / 1e12
                 points[name].append((tokens, speed, results[name]["peak_bytes"] / 2**30))
         print(tokens, {name: points[name][-1] for name in names if points[name]}, flush=True)
+    return points
+
+
+def draw(points: dict[str, list], path: str, device: str) -> None:
+    """Speed and memory against the length of the sequence; PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(11, 4))
-    for name in names:
-        if points[name]:
-            length, flops, gigabytes = zip(*points[name], strict=True)
+    for name, measured in points.items():
+        if measured:
+            length, flops, gigabytes = zip(*measured, strict=True)
             speed.plot(length, flops, marker="o", label=name)
             memory.plot(length, gigabytes, marker="o", label=name)
+    lengths = sorted({tokens for measured in points.values() for tokens, _, _ in measured})
     for axes, title in ((speed, "TFLOP/s, forward and backward"), (memory, "peak memory of both, GB")):
         axes.set(xscale="log", xlabel="tokens in a sequence", title=title, xticks=lengths, xticklabels=lengths)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     memory.set_yscale("log")
     speed.legend()
-    figure.suptitle(f"causal attention, 16 heads of 128, bf16, {torch.cuda.get_device_name()}")
+    figure.suptitle(f"causal attention, 16 heads of 128, bf16, {device}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    return dict(plot=path, points=points)
 
 
 # The sweep: every candidate tile is compiled by a pool of processes into Triton's cache, timed once, and the best are
@@ -432,7 +436,9 @@ def main() -> None:
     if arguments.sweep:
         summary = sweep(arguments.head_dims, arguments.phases, max(10, arguments.rounds))
     elif arguments.plot:
-        summary = plot(arguments.plot, arguments.rounds)
+        points = lengths_table([1024 * 2**i for i in range(6)], arguments.rounds)
+        draw(points, arguments.plot, torch.cuda.get_device_name())
+        summary = dict(plot=arguments.plot, points=points)
     elif arguments.context:
         kv = arguments.n_kv_head or arguments.n_head
         shape = Shape(arguments.batch, arguments.n_head, kv, arguments.context, arguments.head_dim, not arguments.full)

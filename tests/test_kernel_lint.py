@@ -35,7 +35,8 @@ JOBS = (
 # Bytes that each thread may spill; outside this list, none. The kernel for dk and dv holds two results of head_dim
 # columns, and with three loops over masks some of the rest no longer fits; fp32 is for exactness, not for speed.
 SPILLS = {
-    Job(90, "dkdv", 128, "bf16", "window+documents"): 128,
+    Job(90, "dkdv", 128, "bf16", "window+documents"): 88,
+    Job(90, "dq", 128, "bf16", "window+documents"): 16,
     Job(90, "dkdv", 256, "bf16", "causal"): 16,
     Job(90, "dkdv", 256, "bf16", "window+documents"): 112,
     Job(90, "dkdv", 128, "fp32", "causal"): 304,
