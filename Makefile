@@ -1,5 +1,6 @@
 # make small      set up, prepare the default data, train config/small.py, print a sample
 # make test       set up, lint, and run the tests that need no GPU
+# make test-slow  tests that take minutes
 # make test-gpu   the tests that need a CUDA GPU, with the packages of $(PYTHON): make test-gpu PYTHON=python3
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ endif
 # The CPU build does not pin triton as the CUDA build does: there the tests do, so that they lint what they run.
 CONSTRAINTS = $$($(BIN)/python -c "import torch; print('' if torch.version.cuda else '-c tests/constraints.txt')")
 
-.PHONY: small test test-gpu clean
+.PHONY: small test test-slow test-gpu clean
 
 small: .venv/ready
 	$(BIN)/python train.py config/small.py $$(test -d out/small/last && echo --resume)
@@ -26,6 +27,9 @@ test: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest
+
+test-slow: .venv/ready-dev
+	$(BIN)/python -m pytest -m slow
 
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests

@@ -12,10 +12,12 @@ it is renamed to `.last.old` first, so a kill between the two renames leaves tha
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from config import FIELDS, MODEL_FIELDS
@@ -23,6 +25,7 @@ from data import UserError
 from data import load_tokenizer as read_tokenizer
 from data.files import move_into_place, place_of_old, sync
 from model import ModelConfig, Transformer
+from rope import stretched
 
 STATE = "state.json"
 OPTIMIZER_STATE = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum",)}  # what each keeps of a parameter
@@ -159,18 +162,33 @@ def model_config(state: dict) -> ModelConfig:
         raise UserError(f"the checkpoint describes no model: {error}") from None
 
 
+@contextmanager
+def _opened(file: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file} is missing or damaged ({error}): use another checkpoint of the run") from None
+
+
 def load_weights(path, model) -> None:
-    """Fill `model` with the weights of a checkpoint directory; names and shapes must agree."""
-    file = Path(path) / "model.safetensors"
-    weights = _load_tensors(file)
-    wanted = _weights(model)
-    if weights.keys() != wanted.keys() or any(weights[n].shape != wanted[n].shape for n in wanted):
-        odd = [n for n in weights.keys() | wanted.keys() if n not in weights or n not in wanted]
-        odd = odd or [n for n in wanted if weights[n].shape != wanted[n].shape]
-        raise UserError(f"{file} holds another model than its state.json describes: see {sorted(odd)[0]}")
-    with torch.no_grad():
-        for name, tensor in wanted.items():
-            tensor.copy_(weights[name])
+    """Fill `model` with the weights of a checkpoint directory, one at a time; names and shapes must agree."""
+    file, wanted = Path(path) / "model.safetensors", _weights(model)
+    with _opened(file) as weights:
+        shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}
+        odd = [n for n in shapes.keys() | wanted.keys() if n not in wanted or shapes.get(n) != wanted[n].shape]
+        if odd:
+            raise UserError(f"{file} holds another model than its state.json describes: see {sorted(odd)[0]}")
+        with torch.no_grad():
+            for name, tensor in wanted.items():
+                tensor.copy_(weights.get_tensor(name))
+
+
+def stored_dtype(path) -> torch.dtype:
+    """The dtype of the weights in a checkpoint directory: fp32 from `train.py`, and what `convert.py` was told."""
+    with _opened(Path(path) / "model.safetensors") as weights:
+        kinds = {weights.get_slice(name).get_dtype() for name in weights.keys()}
+    return {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}.get(frozenset(kinds), torch.float32)
 
 
 def load_optimizers(path, model, optimizers) -> None:
@@ -190,7 +208,13 @@ def load_optimizers(path, model, optimizers) -> None:
         raise UserError(f"{file} does not fit this run: it has {next(iter(tensors))}")
 
 
-def load_model(path, device="cpu", dtype: torch.dtype | None = None, attention: str | None = None) -> Transformer:
+def load_model(
+    path,
+    device="cpu",
+    dtype: torch.dtype | None = None,
+    attention: str | None = None,
+    rope_scaling: str | None = None,
+) -> Transformer:
     """The model of a run or checkpoint directory, ready to generate.
 
     Args:
@@ -198,15 +222,25 @@ def load_model(path, device="cpu", dtype: torch.dtype | None = None, attention: 
         device: where to put it.
         dtype: of its parameters; None keeps the stored one (fp32 for checkpoints of `train.py`).
         attention: the backend of `kernels.flash_attention`; None chooses for the device.
+        rope_scaling: in place of the checkpoint's, as in `rope.py`, with block_size following ("none": without any).
 
     Raises:
-        UserError: nothing there, or a checkpoint that is damaged or of another kind.
+        UserError: nothing there, a checkpoint that is damaged or of another kind, or no such rope_scaling.
     """
     path = resolve(path)
-    with torch.device(device):
-        model = Transformer(model_config(load_state(path)), attention=attention)
+    config = model_config(load_state(path))
+    if rope_scaling is not None:
+        try:
+            config = stretched(config, rope_scaling)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    with torch.device("meta"):  # no memory yet, and no random numbers for weights that come from the file
+        model = Transformer(config, attention=attention).to(dtype or stored_dtype(path))
+    model.to_empty(device=device)
+    if config.tie_embeddings:
+        model.head.weight = model.embed.weight  # to_empty gave each its own
     load_weights(path, model)
-    return model.to(dtype=dtype).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(path):

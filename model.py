@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import flash_attention, flash_decode, linear_cross_entropy
+from rope import parse_rope_scaling, rope_frequencies
 
 VOCAB_MULTIPLE = 64  # the embedding is padded to a multiple of this, so that the matrix units stay aligned
 IGNORE_INDEX = -100  # targets with this value carry no loss
@@ -39,6 +40,7 @@ class ModelConfig:
     d_ff: int | None = option(None, "width of the MLP (none: 8/3 n_embd, up to a multiple of 64)")
     block_size: int = option(256, "longest sequence, in tokens")
     rope_theta: float = option(10000.0, "base of the rotary frequencies")
+    rope_scaling: str | None = option(None, "positions past training: linear:2, ntk:4, yarn:4 ... (rope.py has all)")
     norm_eps: float = option(1e-5, "added under the root of RMSNorm")
     tie_embeddings: bool = option(True, "one matrix for the embedding and the head")
     qkv_bias: bool = option(False, "biases on the q, k and v projections (Qwen2)")
@@ -83,6 +85,10 @@ class ModelConfig:
             raise ValueError(f"dropout={self.dropout} must lie in [0, 1)")
         if self.rope_theta <= 0 or self.norm_eps <= 0:
             raise ValueError("rope_theta and norm_eps must be above 0")
+        if self.rope_scaling is not None:
+            parse_rope_scaling(self.rope_scaling)  # refuses what it cannot read
+            if self.head_dim < 4 or self.rope_theta <= 1:
+                raise ValueError("rope_scaling needs a head_dim of at least 4 and a rope_theta above 1")
 
     @property
     def padded_vocab_size(self) -> int:
@@ -145,11 +151,11 @@ def rope_table(positions, config):
     positions: int [T] or [B, T] -> two tensors [T, D/2] or [B, 1, T, D/2]. They are made anew for each call: a
     buffer would follow the module into bf16, where positions past 256 are no longer whole numbers.
     """
-    exponent = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32) / config.head_dim
-    angles = positions.unsqueeze(-1).float() * config.rope_theta**-exponent
+    inv_freq, attention_factor = rope_frequencies(config, positions.device)
+    angles = positions.unsqueeze(-1).float() * inv_freq
     if positions.dim() == 2:
         angles = angles.unsqueeze(1)  # room for the heads
-    return angles.cos(), angles.sin()
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
 
 
 def apply_rope(x, rope):

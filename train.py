@@ -14,17 +14,19 @@ import sys
 import time
 from collections import deque
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import checkpoint
-from config import build, find_gpu, parse_command_line, pick_device, pick_dtype, resume_config, show
-from data import UserError, exit_cleanly, open_datasets, parse_mixture, split_parts, weighted_totals
-from data.loader import IGNORE_INDEX, Loader, validation_batches
+from config import build, find_gpu, init_config, parse_command_line, pick_device, pick_dtype, resume_config, show
+from data import UserError, exit_cleanly, open_datasets, parse_mixture, split_parts
+from data.loader import Loader
 from data.prepare import prepare_stdlib
 from engine import Engine, Sampling
+from evaluation import evaluate
 from kernels import describe_backend, why_not_triton
 from model import Transformer
 from optim import learning_rate_at, make_optimizers, set_learning_rate
@@ -62,6 +64,12 @@ def train(config, world, device, dtype, saved, saved_at):
     config = config.with_vocab_size(dataset.tokenizer.vocab_size)
     if saved and saved["tokenizer"] != dataset.tokenizer.hash:
         raise UserError(f"dataset {config.dataset!r} has another tokenizer than the checkpoint {saved_at}")
+    starts_from = None if saved else config.init_from
+    if starts_from and checkpoint.load_tokenizer(starts_from).hash != dataset.tokenizer.hash:
+        raise UserError(
+            f"dataset {config.dataset!r} has another tokenizer than init_from={starts_from}: prepare it with that one, "
+            f"python -m data.prepare files PATH... --tokenizer {starts_from}"
+        )
     for val, _ in split_parts(dataset.val):
         if len(val) < 3:
             raise UserError(
@@ -88,7 +96,10 @@ def train(config, world, device, dtype, saved, saved_at):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     torch.set_float32_matmul_precision("high")  # fp32 products on GPUs may use TF32; the CPU has no such thing
     model = Transformer(config.model, attention=None if config.attention == "auto" else config.attention, dtype=dtype)
-    model.init_weights(torch.Generator().manual_seed(config.seed))
+    if starts_from:
+        checkpoint.load_weights(checkpoint.resolve(starts_from), model)
+    else:
+        model.init_weights(torch.Generator().manual_seed(config.seed))
     model.to(device)
     optimizers = make_optimizers(model, config)
     if saved:
@@ -199,7 +210,12 @@ def train(config, world, device, dtype, saved, saved_at):
 def resolve_settings(preset: dict, overrides: dict):
     """-> (TrainConfig, saved state or None, its checkpoint directory or None, lines to tell about a resume)."""
     if not (resume := overrides.get("resume", preset.get("resume"))):
-        config = build({"out_dir": "out/run"} | preset | overrides)
+        values = {"out_dir": "out/run"} | preset | overrides
+        if init_from := values.get("init_from"):
+            start = checkpoint.model_config(checkpoint.load_state(checkpoint.resolve(init_from)))
+            config = init_config(init_from, asdict(start), values)
+        else:
+            config = build(values)
         if checkpoint.find_any(Path(config.out_dir), "last"):
             raise UserError(
                 f"{config.out_dir} already holds a run: continue it with --resume, or choose another --out_dir"
@@ -260,7 +276,7 @@ def update_weights(model, optimizers, loader, step, lr, config, world):
     total, passes = 0.0, loader.micro_batches_per_step
     for m in range(passes):
         with world.no_averaging(model) if m < passes - 1 else nullcontext():
-            loss = model(*loader.micro_batch(step, m)) / passes
+            loss = model(*loader.micro_batch(step, m)) * loader.weight(step, m)
             loss.backward()
         total += loss.detach()
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -322,40 +338,6 @@ def largest_weight(model) -> float:
     return torch.stack([parameter.abs().amax() for parameter in model.parameters()]).amax().item()
 
 
-def evaluate(model, dataset, config, world, device) -> dict:
-    """Nats per token and bits per byte over the validation windows: fixed ones, all of them or eval_tokens' worth.
-
-    The datasets of a mixture count by their weights, as they do in training.
-    """
-    model.eval()
-    totals = [
-        (weight, *score(model, dataset, val, weight, config, world, device)) for val, weight in split_parts(dataset.val)
-    ]
-    model.train()
-    nats, n_tokens, n_bytes = weighted_totals(totals)
-    return {"val_loss": nats / n_tokens, "val_bpb": nats / math.log(2) / n_bytes}
-
-
-@torch.no_grad()
-def score(model, dataset, tokens, weight, config, world, device) -> tuple[float, int, int]:
-    """Nats, tokens and bytes of one dataset's windows. Each rank takes every world.size-th batch."""
-    block_size = config.model.block_size
-    max_windows = None if config.eval_tokens is None else max(1, int(weight * config.eval_tokens) // block_size)
-    eot_id = dataset.tokenizer.eot_id if config.doc_mask else None
-    byte_lengths = torch.from_numpy(dataset.tokenizer.token_byte_lengths())
-    sums = torch.zeros(3, dtype=torch.float64)
-    batches = validation_batches(tokens, block_size, config.micro_batch_size, device, max_windows, eot_id)
-    hidden = None if world.is_main else True
-    for i, batch in enumerate(tqdm(batches, desc="evaluating", unit="batch", leave=False, disable=hidden)):
-        if i % world.size == world.rank:
-            targets = batch[1]
-            counted = targets[targets != IGNORE_INDEX].cpu()
-            loss = model(*batch).item()
-            sums += torch.tensor([loss * len(counted), len(counted), byte_lengths[counted].sum()], dtype=torch.float64)
-    nats, n_tokens, n_bytes = world.sum(sums.to(device) if world.size > 1 else sums).tolist()
-    return nats, int(n_tokens), int(n_bytes)
-
-
 def usable_prompt(config, tokenizer) -> str:
     """sample_prompt, or an empty one, with a word why, where this tokenizer or block_size has no place for it."""
     try:
@@ -370,7 +352,7 @@ def usable_prompt(config, tokenizer) -> str:
 
 def sample(model, tokenizer, prompt, seed) -> str:
     """A continuation of the prompt by the model as it stands."""
-    engine = Engine(model, tokenizer)
+    engine = Engine(model, tokenizer, speculate=0)
     room = min(SAMPLE_TOKENS, engine.room(prompt))
     if room < 1:
         return "  | (no sample: block_size is 1)"

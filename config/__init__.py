@@ -2,7 +2,8 @@
 
 A preset is a Python file of plain assignments, `n_kv_head = 2`. Its names and those of the command line are read
 against the fields of `TrainConfig` and `ModelConfig`, so a misspelt one is an error that names the nearest match.
-Order of precedence: command line, preset, defaults; on `--resume`, command line, then the saved run.
+Order of precedence: command line, preset, defaults; on `--resume`, command line, then the saved run. With `init_from`
+the shape of the model is the checkpoint's, and whoever says otherwise, preset or command line, is refused.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 from config.gpus import GPU, find_gpu  # noqa: F401  (part of this package's face)
 from data import UserError
 from model import ModelConfig, option
+from rope import stretched
 
 CHOICES = {
     "device": ("auto", "cpu", "cuda", "mps"),
@@ -67,6 +69,9 @@ class TrainConfig:
     sample_prompt: str = option("\n", "what the sample at each evaluation continues")
     keep_checkpoints: int = option(0, "numbered checkpoints kept beside `last` and `best`")
     resume: bool | str = option(False, "continue out_dir, or the run or checkpoint at PATH")
+    init_from: str | None = option(
+        None, "start from the weights of this run or checkpoint; they fix the model's shape, and the tokenizer"
+    )
     wandb: bool = option(False, "also log to Weights & Biases")
 
     def __post_init__(self):
@@ -137,7 +142,9 @@ FIELDS = MODEL_FIELDS | RUN_FIELDS
 TYPES = typing.get_type_hints(ModelConfig) | typing.get_type_hints(TrainConfig)
 
 # What a checkpoint cannot follow: the tensors it holds have these shapes, or belong to this optimizer.
-FIXED_ON_RESUME = (set(MODEL_FIELDS) - {"dropout"}) | {"optimizer"}
+FIXED_ON_RESUME = (set(MODEL_FIELDS) - {"dropout"}) | {"optimizer", "init_from"}
+# What a run may choose anew although it starts from given weights: none of them depends on it.
+FREE_ON_INIT = {"dropout", "block_size", "rope_scaling"}
 
 
 def build(values: dict) -> TrainConfig:
@@ -244,6 +251,28 @@ def parse_command_line(argv: list[str] | None = None) -> tuple[dict, dict]:
         raise UserError(f"unexpected argument {word!r}: settings are written --name=value, after the preset")
     overrides = {name: convert(name, value) for name, value in vars(known).items() if name != "preset"}
     return (read_preset(known.preset) if known.preset else {}), _without_empty_out_dir(overrides)
+
+
+def init_config(path: str, shape: dict, values: dict) -> TrainConfig:
+    """The run that `values` describe, with the model that the checkpoint at `path` holds, of the fields `shape`.
+
+    Raises:
+        UserError: a value that the weights contradict; the sentence names the setting.
+    """
+    for name in sorted(values.keys() & (shape.keys() - FREE_ON_INIT)):
+        if values[name] is not None and values[name] != shape[name]:
+            raise UserError(
+                f"{name}={_show(values[name])} contradicts init_from={path}, whose weights have "
+                f"{name}={_show(shape[name])}: leave {name} out, or start without init_from"
+            )
+    chosen = {k: v for k, v in values.items() if k in FREE_ON_INIT or k not in shape}
+    if scaling := chosen.get("rope_scaling"):
+        try:  # against the length that the checkpoint was trained for, whatever block_size this run takes
+            model = stretched(ModelConfig(**shape), str(scaling))
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        chosen = {"block_size": model.block_size} | chosen | {"rope_scaling": model.rope_scaling}
+    return build(shape | chosen)
 
 
 def resume_config(saved: dict, preset: dict, overrides: dict) -> tuple[TrainConfig, list[str]]:

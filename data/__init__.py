@@ -1,6 +1,7 @@
 """Text to token shards to batches.
 
-Reading order: errors, tokenizer, reading, sources, download, files, tokenise, prepare, shards, mixture, loader.
+Reading order: errors, tokenizer, hf_tokenizer, reading, sources, download, files, chat, tokenise, prepare, shards,
+mixture, loader.
 
 Importing this package does not import torch; only `data.loader` does.
 """

@@ -17,6 +17,10 @@ same number of windows of each dataset, in an order drawn from (seed, block). So
 that a window is the n-th of its dataset; which one that is follows from the dataset's own epochs as above.
 
 Where documents are not to see each other (doc_mask), batches also say where each position's document starts.
+
+Chats (see chat.py) are marked token by token: only a target that is part of an answer counts, the others become
+IGNORE_INDEX. Windows then hold different numbers of targets, and `weight` says how much a micro-batch's mean loss
+counts, so that a step's loss is the mean over its targets however it was divided.
 """
 
 import math
@@ -27,7 +31,7 @@ import torch
 
 from .errors import UserError
 from .mixture import MixedTokens, split_parts
-from .shards import Tokens
+from .shards import ANSWER, ENDS_DOCUMENT, ID_MASK, Tokens
 
 IGNORE_INDEX = -100  # the target that torch's and our own cross-entropy leave out
 STREAM_SHIFT = 40  # of the second word of a Philox key the low bits count epochs, the high ones tell streams apart
@@ -72,6 +76,8 @@ class Loader:
         self._orders = [WindowOrder(part, block_size, seed, stream) for stream, (part, _) in enumerate(parts)]
         self._mixing = Mixing(seed, self.tokens.shares) if isinstance(self.tokens, MixedTokens) else None
         self._to_device = _BatchCopier(device)
+        self._marked = any(part.marked for part, _ in parts)
+        self._counts_of_step: tuple[int, np.ndarray] | None = None
 
     @property
     def windows_per_epoch(self) -> int:
@@ -98,10 +104,28 @@ class Loader:
             raise IndexError(f"micro-batch {m} of {self.micro_batches_per_step}")
         row = (m * self.world_size + self.rank) * self.micro_batch_size
         rows = self.rows(np.arange(row, row + self.micro_batch_size) + step * self.windows_per_step)
-        return _with_documents(self._to_device(rows[:, :-1], rows[:, 1:]), self.eot_id)
+        if not self._marked:
+            return _with_documents(self._to_device(rows[:, :-1], rows[:, 1:]), self.eot_id)
+        targets = marked_targets(rows[:, 1:])
+        if (targets == IGNORE_INDEX).all():
+            targets[0, 0] = rows[0, 1] & ID_MASK  # a mean over nothing is NaN; this one has weight 0
+        batch = self._to_device(rows[:, :-1] & ID_MASK, targets)
+        return batch if self.eot_id is None else (*batch, _marked_documents(rows[:, :-1], batch[0].device))
+
+    def weight(self, step: int, m: int) -> float:
+        """What micro-batch `m`'s mean loss counts in the step's: the weights of a step add up to 1 on average over the
+        ranks, and are in proportion to the targets that count."""
+        if not self._marked:
+            return 1 / self.micro_batches_per_step
+        if self._counts_of_step is None or self._counts_of_step[0] != step:
+            rows = self.rows(np.arange(self.windows_per_step) + step * self.windows_per_step)
+            counts = ((rows[:, 1:] & ANSWER) > 0).sum(axis=1)  # [windows_per_step]
+            self._counts_of_step = step, counts.reshape(-1, self.world_size, self.micro_batch_size).sum(axis=2)
+        counts = self._counts_of_step[1]
+        return float(counts[m, self.rank] * self.world_size / max(1, counts.sum()))
 
     def rows(self, windows: np.ndarray) -> np.ndarray:
-        """The tokens of the windows of these global indices [n], int64 [n, block_size + 1]."""
+        """The tokens of the windows of these global indices [n], int64 [n, block_size + 1]; marked where any are."""
         if self._mixing is None:
             return self._orders[0].rows(windows)
         rows = np.empty((len(windows), self.block_size + 1), dtype=np.int64)
@@ -109,6 +133,8 @@ class Loader:
         for dataset in np.unique(dataset_of):
             chosen = dataset_of == dataset
             rows[chosen] = self._orders[dataset].rows(local[chosen])
+            if self._marked and not self._orders[dataset].tokens.marked:  # plain text beside chats: all of it counts
+                rows[chosen] |= np.where(rows[chosen] == self.eot_id, ANSWER | ENDS_DOCUMENT, ANSWER)
         return rows
 
 
@@ -234,8 +260,12 @@ def validation_batches(
     batch_size = min(batch_size, len(chosen))
     to_device = _BatchCopier(device)
     for first in range(0, len(chosen), batch_size):
-        rows = _validation_rows(tokens, chosen[first : first + batch_size], block_size, batch_size)
-        yield _with_documents(to_device(*rows), eot_id)
+        inputs, targets = _validation_rows(tokens, chosen[first : first + batch_size], block_size, batch_size)
+        if not tokens.marked:
+            yield _with_documents(to_device(inputs, targets), eot_id)
+            continue
+        batch = to_device(inputs & ID_MASK, marked_targets(targets))
+        yield batch if eot_id is None else (*batch, _marked_documents(inputs, batch[0].device))
 
 
 def document_starts(inputs: torch.Tensor, eot_id: int) -> torch.Tensor:
@@ -253,6 +283,16 @@ def document_starts(inputs: torch.Tensor, eot_id: int) -> torch.Tensor:
 
 def _with_documents(batch: tuple[torch.Tensor, torch.Tensor], eot_id: int | None) -> tuple[torch.Tensor, ...]:
     return batch if eot_id is None else (*batch, document_starts(batch[0], eot_id))
+
+
+def marked_targets(targets: np.ndarray) -> np.ndarray:
+    """The ids that count among marked ones, IGNORE_INDEX for the others; of the same shape."""
+    return np.where((targets & ANSWER > 0) & (targets != IGNORE_INDEX), targets & ID_MASK, IGNORE_INDEX)
+
+
+def _marked_documents(inputs: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`document_starts` by the marks, since the end-of-text token may also end the turns of a chat: int32 [B, T]."""
+    return document_starts(torch.from_numpy(inputs & ENDS_DOCUMENT), ENDS_DOCUMENT).to(device)
 
 
 def _validation_rows(

@@ -5,8 +5,12 @@
     python -m data.prepare files news.jsonl web.parquet --field body --name web
     zcat big.txt.gz | python -m data.prepare files - --name big      standard input; with --field, JSON Lines
     python -m data.prepare tinystories --tokenizer gpt2              a public text, downloaded once
+    python -m data.prepare files talk.jsonl --chat --tokenizer out/smollm2   chats, for a model with a chat template
 
 Files are text in UTF-8, .jsonl (one object, one document, a line) or .parquet (one document a row; needs pyarrow).
+A tokenizer may be a folder: a run, a checkpoint or a dataset, whose tokenizer is taken. With --chat, every line of the
+.jsonl files is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}; the
+loss is then taken on the assistant's answers alone.
 The result is data/shards/<name> (or --out FOLDER) and is used as dataset=<name>. The work is done in a hidden folder
 beside it, which gets the final name when all is written, on disk, read back and found equal to the text: an interrupted
 prepare leaves nothing that looks finished. A second call with the same text and settings sees that and returns.
@@ -49,6 +53,7 @@ from .sources import (
     whole_file,
 )
 from .tokenise import write_splits
+from .tokenizer import FILE_NAME as TOKENIZER_FILE
 from .tokenizer import (
     TIKTOKEN_FILES,
     ByteTokenizer,
@@ -62,7 +67,7 @@ from .tokenizer import (
 VERSION = 1  # raised when the same text and settings would give other shards
 DEFAULT_TOKENIZER = "bpe:4096"
 BPE_SAMPLE_BYTES = 64 << 20  # text that a BPE is trained on, at most
-TOKENIZERS = f"bytes, char, bpe:N, {', '.join(TIKTOKEN_FILES)}, like:DATASET"
+TOKENIZERS = f"bytes, char, bpe:N, {', '.join(TIKTOKEN_FILES)}, like:DATASET, the folder of a run or checkpoint"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -71,6 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.out is None and not is_plain_name(name):
         raise UserError(f"{name!r} cannot name a dataset: give --name with letters, digits, '_', '-' and '.'")
     folder = args.out.resolve() if args.out else dataset_folder(name)
+    if getattr(args, "chat", False):
+        _check_chat_tokenizer(args.tokenizer)
     with _corpus_reader(args, folder) as read_corpus:
         prepare(read_corpus, args.tokenizer, folder, _command(args), overwrite=args.overwrite)
 
@@ -91,12 +98,12 @@ def _corpus_reader(args: argparse.Namespace, folder: Path) -> Iterator[Callable[
     elif args.source in PUBLIC_SETS:
         yield lambda: public_corpus(args.source, args.files)
     elif "-" not in map(str, args.paths):
-        yield lambda: files_corpus(args.paths, args.field or "text")
+        yield lambda: files_corpus(args.paths, args.field or ("messages" if args.chat else "text"), args.chat)
     elif len(args.paths) > 1:
         raise UserError("standard input (-) cannot be mixed with files; give it alone")
     else:
         with _spooled(folder) as path:
-            yield lambda: stdin_corpus(path, args.field)
+            yield lambda: stdin_corpus(path, args.field or ("messages" if args.chat else None), args.chat)
 
 
 @contextmanager
@@ -148,7 +155,8 @@ def prepare(
 ) -> None:
     """Tokenise a corpus into `folder`, unless it already holds exactly that.
 
-    tokenizer: "bytes", "char", "bpe:N", the name of a tiktoken encoding, or "like:DATASET" for that dataset's
+    tokenizer: "bytes", "char", "bpe:N", the name of a tiktoken encoding, or "like:DATASET" for that dataset's; or the
+        folder of a run, a checkpoint or a dataset, for the tokenizer in it
     command: what the user would type to get this dataset; errors about it recommend it
     overwrite: replace a dataset of other contents in that folder
     workers: threads that tokenise (default: one a core); the shards do not depend on it
@@ -161,7 +169,8 @@ def prepare(
         corpus = read_corpus()
         _check_splits(corpus)
         with locked(folder):
-            key = _json_hash([VERSION, _content_of(tokenizer), corpus.hash])
+            template = [make_tokenizer(tokenizer, None).chat_template] if corpus.is_chat else []
+            key = _json_hash([VERSION, _content_of(tokenizer), corpus.hash, *template])
             done = _is_prepared(folder, key, overwrite)
             if not done:
                 _prepare_beside(corpus, tokenizer, folder, {"key": key, "command": command}, workers or _n_cores())
@@ -187,15 +196,41 @@ def check_tokenizer_name(spec: str) -> None:
     if spec.startswith("like:"):
         read_dataset_file(dataset_folder(spec[5:]), prepare_command(spec[5:]))
         return
+    if _is_existing(spec):
+        _tokenizer_folder(spec)
+        return
     if not re.fullmatch(r"bpe:[0-9]+", spec):
         raise UserError(f"unknown tokenizer {spec!r}; there are {TOKENIZERS}")
     if not 257 <= int(spec[4:]) <= 1_000_000:
         raise UserError(f"{spec} is not possible: N counts the 256 bytes, the end of text and the merges (257 to 10^6)")
 
 
+def _is_existing(spec: str) -> bool:
+    """Whether `spec` names a tokenizer in a folder, and not one to be made."""
+    return spec.startswith("like:") or (spec not in ("bytes", "char", *TIKTOKEN_FILES) and Path(spec).is_dir())
+
+
+def _tokenizer_folder(spec: str) -> Path:
+    """Where the tokenizer is in a folder: of a checkpoint or a dataset there, of a run in one of its checkpoints."""
+    for folder in (Path(spec), Path(spec, "best"), Path(spec, "last")):
+        if (folder / TOKENIZER_FILE).is_file():
+            return folder
+    raise UserError(f"{spec} holds no {TOKENIZER_FILE}: name a run, a checkpoint or a dataset")
+
+
+def _check_chat_tokenizer(spec: str) -> None:
+    """UserError unless the tokenizer of this name can be asked for chats before any text is read."""
+    check_tokenizer_name(spec)
+    if not _is_existing(spec) or not make_tokenizer(spec, None).chat_template:
+        raise UserError(
+            f"--chat takes a tokenizer with a chat template, and {spec} has none: name the checkpoint of a converted "
+            f"model, --tokenizer OUT"
+        )
+
+
 def _content_of(spec: str) -> str:
-    """What decides about the ids: the name of a tokenizer, but for another dataset's the content of that."""
-    return f"like:{make_tokenizer(spec, None).hash}" if spec.startswith("like:") else spec
+    """What decides about the ids: the name of a tokenizer, but for one in a folder its content."""
+    return f"like:{make_tokenizer(spec, None).hash}" if _is_existing(spec) else spec
 
 
 def _is_prepared(folder: Path, key: str, overwrite: bool) -> bool:
@@ -240,6 +275,8 @@ def make_tokenizer(spec: str, corpus: Corpus | None) -> Tokenizer:
     """The tokenizer that `spec` names, trained on the corpus where it has to be."""
     if spec.startswith("like:"):
         return load_tokenizer(dataset_folder(spec[5:]))
+    if _is_existing(spec):
+        return load_tokenizer(_tokenizer_folder(spec))
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "char":
@@ -279,6 +316,9 @@ def _announce(corpus: Corpus, info: dict) -> None:
             f"  {split:<5} {entry['documents']:>7,} documents {entry['bytes']:>14,} bytes {entry['tokens']:>13,} tokens"
             f"  {entry['bytes'] / entry['tokens']:.2f} bytes/token  text sha256 {entry['text_sha256'][:12]}"
         )
+        if "answer_tokens" in entry:
+            share = entry["answer_tokens"] / entry["tokens"]
+            print(f"        {entry['answer_tokens']:,} of the tokens ({share:.0%}) are answers: the loss is theirs")
     print(f"  tokenizer {info['tokenizer']}, {info['vocab_size']:,} ids  content hash {info['hash'][:12]}")
 
 
@@ -295,6 +335,8 @@ def _command(args: argparse.Namespace) -> str:
     for option in ("files", "field", "name", "out"):
         if (value := getattr(args, option, None)) is not None:
             parts += [f"--{option}", str(value)]
+    if getattr(args, "chat", False):
+        parts.append("--chat")
     if args.tokenizer != DEFAULT_TOKENIZER:
         parts += ["--tokenizer", args.tokenizer]
     return f"python -m data.prepare {shlex.join(parts)}"
@@ -308,7 +350,11 @@ def build_parser() -> argparse.ArgumentParser:
     sources.add_parser("stdlib", help="the standard library of this Python: code, 12 MB, no download")
     files = sources.add_parser("files", help="text files (UTF-8), .jsonl, .parquet, folders of them, standard input")
     files.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a file, a folder of files, or - for stdin")
-    files.add_argument("--field", help="where .jsonl lines and .parquet rows have their text (default: text)")
+    files.add_argument(
+        "--field",
+        help="where .jsonl lines and .parquet rows have their text (default: text), or their chat (default: messages)",
+    )
+    files.add_argument("--chat", action="store_true", help="chats in .jsonl, to learn the assistant's answers from")
     for name, public in PUBLIC_SETS.items():
         source = sources.add_parser(name, help=public.about)
         source.add_argument("--files", type=_count, metavar="N", help="take only the first N files (default: all)")

@@ -4,6 +4,7 @@
     separated   so are they many documents, with "<|endoftext|>" between them
     jsonl       every line is a JSON object, and one of its fields is a document
     parquet     one column of the rows [start, stop) has the documents
+    chat        as jsonl, but the field is a list of messages; the document is its JSON text, for chat.py to render
 
 - Text is UTF-8. A byte order mark at the start of a file is not text and is dropped; line ends stay as they are.
 - A NUL byte means that a file is not text. (JSON can spell one out, and then it is text.)
@@ -36,8 +37,8 @@ class Part:
     name: the file's relative posix path
     start, stop: bytes, in a parquet file rows
     size: bytes of text in it, about (exact for text)
-    format: text, separated, jsonl or parquet
-    field: the field or column that holds the text, in the last two
+    format: text, separated, jsonl, parquet or chat
+    field: the field or column that holds the text or the messages, in the last three
     label: what error messages call the file
     """
 
@@ -62,7 +63,7 @@ def pieces(parts: Iterable[Part]) -> Iterator[tuple[str, bool]]:
             yield from _last_marked(cut_text(decoded(part)))
         else:
             for text in DOCUMENTS[part.format](part):
-                if len(text) <= READ_BYTES:
+                if len(text) <= READ_BYTES or part.format == "chat":
                     yield text, True
                 else:
                     yield from _last_marked(cut_text(_blocks(text)))
@@ -153,6 +154,35 @@ def _separated_documents(part: Part) -> Iterator[str]:
 
 
 def _jsonl_documents(part: Part) -> Iterator[str]:
+    for position, line in _lines(part):
+        if text := _text_of_line(part, position, line):
+            yield text
+
+
+def _chat_documents(part: Part) -> Iterator[str]:
+    for position, line in _lines(part):
+        messages = _field_of_line(part, position, line)
+        if fault := fault_of_messages(messages):
+            where = f"line {_line_number(part.path, position):,} of {part.label}"
+            raise UserError(f"{where} has no chat in its field {part.field!r}: {fault}")
+        yield well_formed(json.dumps(messages, ensure_ascii=False))
+
+
+def fault_of_messages(messages: object) -> str | None:
+    """What keeps a value of JSON from being a chat to learn from, in words, or None."""
+    if not isinstance(messages, list) or not messages:
+        return "it is not a list of messages"
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            return 'every message must be an object with the texts "role" and "content"'
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        return "no message has the role assistant, so there is nothing to learn"
+    return "it begins with an answer, and nobody asked" if roles[0] == "assistant" else None
+
+
+def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
+    """The lines of `part` that are not blank, each with the byte of the file it starts at."""
     position = part.start
     with open(part.path, "rb") as file:
         file.seek(position)
@@ -160,13 +190,22 @@ def _jsonl_documents(part: Part) -> Iterator[str]:
             line = file.readline(MAX_LINE_BYTES + 1)
             if not line:
                 raise UserError(f"{part.label} became shorter while it was read")
-            if not line.isspace() and (text := _text_of_line(part, position, line)):
-                yield text
+            if not line.isspace():
+                yield position, line
             position += len(line)
 
 
 def _text_of_line(part: Part, position: int, line: bytes) -> str:
     """The document in the line of JSON that starts at byte `position` of the file."""
+    text = _field_of_line(part, position, line)
+    if text is not None and not isinstance(text, str):
+        where = f"line {_line_number(part.path, position):,} of {part.label}"
+        raise UserError(f"{where} has no text in its field {part.field!r}, but a value of type {type(text).__name__}")
+    return well_formed(text or "")
+
+
+def _field_of_line(part: Part, position: int, line: bytes) -> object:
+    """The value of the field `part.field` in the line of JSON that starts at byte `position` of the file."""
 
     def refuse(what: str) -> UserError:
         return UserError(f"line {_line_number(part.path, position):,} of {part.label} {what}")
@@ -189,10 +228,7 @@ def _text_of_line(part: Part, position: int, line: bytes) -> str:
     if part.field not in value:
         fields = ", ".join(map(repr, value)) or "none"
         raise refuse(f"has no field {part.field!r} (its fields: {fields:.200}); name the one with the text by --field")
-    text = value[part.field]
-    if text is not None and not isinstance(text, str):
-        raise refuse(f"has no text in its field {part.field!r}, but a value of type {type(text).__name__}")
-    return well_formed(text or "")
+    return value[part.field]
 
 
 def _line_number(path: Path, position: int) -> int:
@@ -275,4 +311,9 @@ def import_pyarrow(label: str) -> ModuleType:
     return pyarrow
 
 
-DOCUMENTS = {"separated": _separated_documents, "jsonl": _jsonl_documents, "parquet": _parquet_documents}
+DOCUMENTS = {
+    "separated": _separated_documents,
+    "jsonl": _jsonl_documents,
+    "parquet": _parquet_documents,
+    "chat": _chat_documents,
+}

@@ -11,6 +11,9 @@ it can be memory-mapped. The header is the magic, the version (uint32) and the l
 
     dtype, vocab_size, tokenizer, tokenizer_hash, eot_id, n_tokens, n_bytes (of text), sha256 (of the tokens)
 
+A shard of chats has `"marked": true` too. Its tokens are uint32, and the two highest bits are marks: ANSWER on what the
+loss is taken of, ENDS_DOCUMENT on the last token of each chat.
+
 Everything wrong with a dataset is found when it is opened, before a training step is spent on it.
 """
 
@@ -31,6 +34,9 @@ from .errors import UserError
 from .reading import SPLITS
 from .tokenizer import Tokenizer, load_tokenizer
 
+ANSWER, ENDS_DOCUMENT = 1 << 31, 1 << 30
+ID_MASK = ENDS_DOCUMENT - 1
+
 MAGIC = b"TOKSHARD"
 VERSION = 1
 HEADER_BYTES = 1024
@@ -45,11 +51,12 @@ SHARDS_FOLDER = Path(__file__).resolve().parent / "shards"
 class Tokens:
     """The tokens of one split, memory-mapped, read as one sequence over all its shards.
 
-    `source` names the split in error messages.
+    `source` names the split in error messages. Where it is `marked`, the tokens carry ANSWER and ENDS_DOCUMENT.
     """
 
-    def __init__(self, arrays: Sequence[np.ndarray], source: str = "the tokens"):
+    def __init__(self, arrays: Sequence[np.ndarray], source: str = "the tokens", marked: bool = False):
         self.source = source
+        self.marked = marked
         self.arrays = [np.asarray(array) for array in arrays]
         self._ends = np.cumsum([len(array) for array in self.arrays], dtype=np.int64)
 
@@ -102,14 +109,17 @@ class ShardWriter:
     exception is on its way. `headers` are those of the finished shards.
     """
 
-    def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS):
+    def __init__(
+        self, folder: Path, split: str, tokenizer: Tokenizer, shard_tokens: int = SHARD_TOKENS, marked: bool = False
+    ):
         self.headers: list[dict] = []
         self._folder = folder
         self._split = split
         self._tokenizer = tokenizer
         self._shard_tokens = shard_tokens
         self._byte_lengths = tokenizer.token_byte_lengths()
-        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self._marked = marked
+        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 and not marked else "<u4")
         self._file = None
 
     def __enter__(self) -> "ShardWriter":
@@ -123,7 +133,7 @@ class ShardWriter:
                 self._file.close()
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append ids, any integer dtype [n]."""
+        """Append ids, with their marks if the split is marked, any integer dtype [n]."""
         while len(tokens):
             if self._file is None:
                 self._open()
@@ -146,7 +156,7 @@ class ShardWriter:
         self._file.write(data)
         self._sha256.update(data)
         self._n_tokens += len(tokens)
-        self._n_bytes += int(self._byte_lengths[tokens].sum(dtype=np.int64))
+        self._n_bytes += int(self._byte_lengths[tokens & ID_MASK].sum(dtype=np.int64))
 
     def _finish(self) -> None:
         header = {
@@ -158,6 +168,7 @@ class ShardWriter:
             "n_tokens": self._n_tokens,
             "n_bytes": self._n_bytes,
             "sha256": self._sha256.hexdigest(),
+            **({"marked": True} if self._marked else {}),
         }
         self._file.seek(0)
         self._file.write(pack_header(header))
@@ -219,7 +230,7 @@ def open_shard(path: Path, expected_sha256: str, tokenizer: Tokenizer) -> np.nda
     largest, digest = 0, hashlib.sha256()
     for start in range(0, len(tokens), SCAN_TOKENS):
         block = tokens[start : start + SCAN_TOKENS]
-        largest = max(largest, int(block.max()))
+        largest = max(largest, int((block & ID_MASK if header.get("marked") else block).max()))
         digest.update(block)
     if largest >= tokenizer.vocab_size:
         raise UserError(f"{path} holds the id {largest}, and {tokenizer.name} has only {tokenizer.vocab_size} ids")
@@ -237,7 +248,9 @@ def open_split(folder: Path, split: str, shards: list[dict], tokenizer: Tokenize
         return open_shard(folder / shard_name(split, index), shards[index]["sha256"], tokenizer)
 
     with ThreadPoolExecutor() as pool:
-        tokens = Tokens(list(pool.map(opened, range(len(shards)))), source=f"the {split} split of {folder.name}")
+        arrays = list(pool.map(opened, range(len(shards))))
+    marked = any(read_header(folder / shard_name(split, index)).get("marked") for index in range(len(shards)))
+    tokens = Tokens(arrays, source=f"the {split} split of {folder.name}", marked=marked)
     if len(tokens) < 2:
         raise UserError(f"{tokens.source} has {len(tokens)} tokens, and predicting one takes two")
     return tokens

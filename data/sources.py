@@ -51,6 +51,10 @@ class Corpus:
     remarks: tuple[str, ...]
 
     @property
+    def is_chat(self) -> bool:
+        return self.parts[0].format == "chat"
+
+    @property
     def hash(self) -> str:
         """Hex digest of the text and of where its documents begin and end."""
         cuts = [(part.split, part.name, part.stop - part.start) for part in self.parts]
@@ -74,8 +78,9 @@ def stdlib_corpus() -> Corpus:
     return read_through(parts, [remark])
 
 
-def files_corpus(paths: list[Path], field: str = "text") -> Corpus:
-    """Files and folders, in the order given. `field` of .jsonl lines and of .parquet rows holds their text.
+def files_corpus(paths: list[Path], field: str = "text", chat: bool = False) -> Corpus:
+    """Files and folders, in the order given. `field` of .jsonl lines and of .parquet rows holds their text; with `chat`
+    all files are .jsonl, and it holds lists of messages.
 
     Raises UserError for what does not exist, cannot be read, holds no text, or is not text in UTF-8.
     """
@@ -91,10 +96,12 @@ def files_corpus(paths: list[Path], field: str = "text") -> Corpus:
         else:
             chosen.append((path.name, path, False))
     _refuse_repeats([path for _, path, _ in chosen])
+    if chat and (others := [path for _, path, _ in chosen if _format_of(path) != "jsonl"]):
+        raise UserError(f"{others[0]} is no .jsonl file, and with --chat all files must be: one chat a line")
     limit = HOLDOUT_BYTES // max(1, sum(not by_name for _, _, by_name in chosen))
     parts: list[Part] = []
     for name, path, by_name in chosen:
-        parts += [_whole(path, name)] if by_name else by_position(path, name, limit, field=field)
+        parts += [_whole(path, name)] if by_name else by_position(path, name, limit, "chat" if chat else None, field)
     return read_through(parts, [*remarks, *_peculiarities(parts)])
 
 
@@ -107,11 +114,11 @@ def _refuse_repeats(paths: list[Path]) -> None:
         seen.add(path.resolve())
 
 
-def stdin_corpus(spooled: Path, field: str | None) -> Corpus:
-    """What standard input said, copied to a file: text, or JSON Lines where a field is named."""
+def stdin_corpus(spooled: Path, field: str | None, chat: bool = False) -> Corpus:
+    """What standard input said, copied to a file: text, or JSON Lines where a field is named; chats where asked."""
     if spooled.stat().st_size == 0:
         raise UserError(f"{STDIN_LABEL} is empty")
-    format = "text" if field is None else "jsonl"
+    format = "chat" if chat else "text" if field is None else "jsonl"
     return read_through(by_position(spooled, "stdin", HOLDOUT_BYTES, format, field or "text", STDIN_LABEL), [])
 
 
@@ -176,7 +183,7 @@ def by_position(
     else:
         stop = path.stat().st_size
         cut = stop - min(stop - stop * 9 // 10, limit)
-        if format == "jsonl":
+        if format in ("jsonl", "chat"):
             cut = line_start(path, cut)
         else:
             with open(path, "rb") as file:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from .chat import encode_chats
 from .errors import UserError
 from .reading import READ_BYTES, SPLITS, Part, pieces
-from .shards import ShardWriter, open_split
+from .shards import ANSWER, ShardWriter, open_split
 from .sources import Corpus
 from .tokenizer import Tokenizer
 
@@ -28,7 +29,10 @@ def write_splits(corpus: Corpus, tokenizer: Tokenizer, folder: Path, workers: in
         splits = {split: _write_split(corpus, split, tokenizer, folder, workers, bar) for split in SPLITS}
     with _progress("checking", total) as bar:
         for split in SPLITS:
-            _verify(folder, split, splits[split], tokenizer, workers, bar)
+            if corpus.is_chat or not tokenizer.is_lossless:
+                _verify_again(corpus, split, splits[split], tokenizer, folder, workers, bar)
+            else:
+                _verify(folder, split, splits[split], tokenizer, workers, bar)
     return splits
 
 
@@ -39,10 +43,13 @@ def _progress(what: str, total: int) -> tqdm:
 def _write_split(
     corpus: Corpus, split: str, tokenizer: Tokenizer, folder: Path, workers: int, bar: tqdm
 ) -> dict[str, int | str | list[dict]]:
-    with ShardWriter(folder, split, tokenizer) as writer:
-        encoded = ordered_map(lambda batch: encode(batch, tokenizer), _batches(corpus.split(split)), workers)
+    n_answers = 0
+    with ShardWriter(folder, split, tokenizer, marked=corpus.is_chat) as writer:
+        function = encoder_of(corpus)
+        encoded = ordered_map(lambda batch: function(batch, tokenizer), _batches(corpus.split(split)), workers)
         for n_bytes, tokens in encoded:
             writer.write(tokens)
+            n_answers += int((tokens & ANSWER > 0).sum())
             bar.update(n_bytes)
     return {
         "documents": corpus.n_documents[split],
@@ -50,6 +57,7 @@ def _write_split(
         "tokens": sum(header["n_tokens"] for header in writer.headers),
         "text_sha256": corpus.text_sha256[split],
         "shards": writer.headers,
+        **({"answer_tokens": n_answers} if corpus.is_chat else {}),
     }
 
 
@@ -73,6 +81,10 @@ def _batches(parts: list[Part]) -> Iterator[Batch]:
 def encode(batch: Batch, tokenizer: Tokenizer) -> tuple[int, np.ndarray]:
     """Bytes and ids of a batch, with eot_id after each document's end."""
     return sum(len(text.encode("utf-8")) for text, _ in batch), tokenizer.encode_pieces(batch)
+
+
+def encoder_of(corpus: Corpus) -> Callable[[Batch, Tokenizer], tuple[int, np.ndarray]]:
+    return encode_chats if corpus.is_chat else encode
 
 
 def ordered_map(function: Callable, items: Iterable, workers: int) -> Iterator:
@@ -108,3 +120,22 @@ def _verify(folder: Path, split: str, entry: dict, tokenizer: Tokenizer, workers
         raise UserError(
             f"the {split} split does not decode to the text that was read first: did a file change meanwhile?"
         )
+
+
+def _verify_again(
+    corpus: Corpus, split: str, entry: dict, tokenizer: Tokenizer, folder: Path, workers: int, bar: tqdm
+) -> None:
+    """Read a written split back where its ids do not decode to the text: encoding that once more must give them."""
+    tokens, position, digest = open_split(folder, split, entry["shards"], tokenizer), 0, hashlib.sha256()
+    function, same = encoder_of(corpus), True
+
+    def encoded(batch: Batch) -> tuple[bytes, int, np.ndarray]:
+        return "".join(text for text, _ in batch).encode("utf-8"), *function(batch, tokenizer)
+
+    for text, n_bytes, ids in ordered_map(encoded, _batches(corpus.split(split)), workers):
+        digest.update(text)
+        same = same and np.array_equal(tokens.read(position, position + len(ids)), ids)
+        position += len(ids)
+        bar.update(n_bytes)
+    if not same or position != len(tokens) or digest.hexdigest() != entry["text_sha256"]:
+        raise UserError(f"the {split} split is not what the text gives when read again: did a file change meanwhile?")

@@ -1,13 +1,15 @@
-"""Tokenizers: text to ids and back, four kinds with one face.
+"""Tokenizers: text to ids and back, five kinds with one face.
 
     bytes        the 256 byte values
     char         the characters of one corpus, sorted by code point
     bpe:N        byte-level BPE trained on the corpus itself, N ids in all
     gpt2, cl100k_base, o200k_base   the encodings that tiktoken names
+    hf           what a converted model came with (hf_tokenizer.py)
 
 In every kind, ids run from 0 to vocab_size - 1 and one of them, `eot_id`, ends a document. No text ever encodes to it:
-"<|endoftext|>" written in a text is ordinary text. A tokenizer is a table from id to bytes plus a way to cut text into
-ids, so decoding, byte counts, hashing and saving are written once, in `Tokenizer`.
+"<|endoftext|>" written in a text is ordinary text, and only `encode_with_specials` reads it as the id. A tokenizer is a
+table from id to bytes plus a way to cut text into ids, so decoding, byte counts, hashing and saving are written once,
+in `Tokenizer`.
 
 `tokenizer.json` holds the whole table, also for the encodings that tiktoken would download: whoever has a dataset or a
 checkpoint needs no network.
@@ -19,7 +21,9 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +34,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from .errors import UserError
 
 FILE_NAME = "tokenizer.json"
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)  # 2 is the kind "hf", which holds another library's tokenizer.json in place of a table
 EOT = "<|endoftext|>"
 MAX_RUN = 100_000
 
@@ -49,6 +53,17 @@ TIKTOKEN_FILES = {
 }
 
 
+@dataclass(frozen=True)
+class Specials:
+    """The ids that no ordinary text encodes to, and what a model does with them."""
+
+    tokens: dict[str, int]  # how each is written, in a rendered chat for instance -> id
+    bos_id: int | None = None  # begins a text
+    add_bos: bool = False  # whether the model was trained to see bos_id before a prompt
+    stop_ids: frozenset[int] = field(default_factory=frozenset)  # end a turn or a text, beside eot_id
+    chat_template: str | None = None  # Jinja
+
+
 class Tokenizer:
     """What all kinds share. Subclasses say how text becomes ids (`encode_to_numpy`).
 
@@ -56,18 +71,54 @@ class Tokenizer:
     vocab_size: number of ids, the end of text included
     eot_id: the id that ends a document
     hash: hex digest of all that decides how this tokenizer encodes and decodes
+    special_tokens: how the ids without ordinary text are written -> id
+    bos_id, add_bos: the id that begins a text (None: there is none), and whether `encode_prompt` puts it first
+    stop_ids: the ids that end a generated text or turn, eot_id among them
+    chat_template: the Jinja text that turns messages into a prompt, or None
+    is_lossless: whether decoding gives back every text, byte for byte
+    leading_space: whether a text is encoded with a space before it (only in some of hf_tokenizer.py)
     """
 
     kind: str
+    is_lossless = True
+    leading_space = False
 
-    def __init__(self, name: str, token_bytes: list[bytes], eot_id: int, pattern: str | None = None):
-        """`token_bytes[id]` is the id's text in UTF-8; b"" for eot_id and for ids the encoding leaves unused."""
+    def __init__(
+        self,
+        name: str,
+        token_bytes: list[bytes],
+        eot_id: int,
+        pattern: str | None = None,
+        specials: Specials | None = None,
+    ):
+        """`token_bytes[id]` is the id's text in UTF-8; b"" for special ids and for ids the encoding leaves unused."""
         self.name = name
         self.eot_id = eot_id
         self.pattern = pattern
         self.token_bytes = token_bytes
         self.vocab_size = len(token_bytes)
+        self.specials = specials or Specials({EOT: eot_id})
         self.hash = _content_hash(self._content())
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        return self.specials.tokens
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.specials.bos_id
+
+    @property
+    def add_bos(self) -> bool:
+        return self.specials.add_bos
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.specials.stop_ids | {self.eot_id}
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.specials.chat_template
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         """Ids of `text`, uint32 [n], without an end of text."""
@@ -76,6 +127,20 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without an end of text. Special strings in it are ordinary text."""
         return self.encode_to_numpy(text).tolist()
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue: as `encode`, after bos_id where the model expects it."""
+        return [self.bos_id, *self.encode(text)] if self.add_bos else self.encode(text)
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        """Ids of a rendered chat: special strings become their ids, and no bos_id is added (templates write their own).
+
+        Never for text that a stranger wrote: `encode` that apart, or it could end its turn and begin another.
+        """
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)  # at odd places stand the specials
+        ids = ([self.special_tokens[part]] if i % 2 else self.encode(part) for i, part in enumerate(parts))
+        return list(chain.from_iterable(ids))
 
     def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> np.ndarray:
         """Ids of pieces of text, each with whether it ends its document, which adds eot_id: uint32 [n]."""
@@ -120,7 +185,7 @@ class Tokenizer:
     def _content(self) -> dict:
         """Everything the tokenizer does follows from this; the name is a label and not part of it."""
         return {
-            "format": FORMAT_VERSION,
+            "format": 1,
             "kind": self.kind,
             "vocab_size": self.vocab_size,
             "eot_id": self.eot_id,
@@ -180,12 +245,7 @@ class BPETokenizer(Tokenizer):
         )
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
-        text = well_formed(text)
-        try:
-            return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except ValueError:  # tiktoken's regex engine gives up on a run of about a million spaces
-            parts = [self._encoding.encode_to_numpy(part, disallowed_special=()) for part in _short_runs(text)]
-            return np.concatenate(parts)
+        return run_tiktoken(self._encoding, well_formed(text))
 
     def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> np.ndarray:
         """The same in one call of tiktoken, which then leaves the interpreter lock to other threads for longer."""
@@ -205,15 +265,15 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version, expected = content["format"], content["hash"]
-        intact = version == FORMAT_VERSION and _content_hash(content) == expected
+        intact = version in FORMAT_VERSIONS and _content_hash(content) == expected
     except FileNotFoundError:
         raise UserError(f"{path} is missing, and without it the ids of {folder} mean nothing") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} is not a tokenizer file of this project") from error
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path} has format version {version}, and this program reads version {FORMAT_VERSION}")
+    if version not in FORMAT_VERSIONS:
+        raise UserError(f"{path} has format version {version}, and this program reads versions 1 and 2")
     if not intact:
         raise UserError(f"{path} was altered after it was written: its content does not match its hash")
     return _from_content(content)
@@ -221,11 +281,19 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer:
 
 def _content_hash(content: dict) -> str:
     """Hex digest of the fields of tokenizer.json that say what the tokenizer does."""
-    fields = [content[key] for key in ("format", "kind", "vocab_size", "eot_id", "pattern", "tokens")]
+    fields = [content[key] for key in ("format", "kind", "vocab_size", "eot_id", "pattern")]
+    if content["format"] == 1:
+        fields += [content["tokens"]]
+    else:  # what else decides about ids; a chat template may be mended without making datasets foreign
+        fields += [content["library"], *(content["specials"][key] for key in ("tokens", "bos_id", "add_bos"))]
     return hashlib.sha256(json.dumps(fields).encode("ascii")).hexdigest()
 
 
 def _from_content(content: dict) -> Tokenizer:
+    if content["kind"] == "hf":
+        from .hf_tokenizer import HFTokenizer  # it is a Tokenizer, so it imports this file
+
+        return HFTokenizer.from_content(content)
     token_bytes = [base64.b64decode(token) for token in content["tokens"]]
     if content["kind"] == "bytes":
         return ByteTokenizer()
@@ -260,7 +328,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     The same texts give the same merges.
     """
     vocab = _train(texts, vocab_size - 1).get_vocab()  # the end of text is ours, on top
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     token_bytes = [bytes(byte_of[c] for c in token) for token in sorted(vocab, key=vocab.__getitem__)]
     return BPETokenizer(f"bpe:{len(token_bytes) + 1}", [*token_bytes, b""], len(token_bytes), SPLIT_PATTERN)
 
@@ -286,11 +354,19 @@ def _train(texts: Iterable[str], n_tokens: int) -> tokenizers.Tokenizer:
     return trained
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The characters that `tokenizers` writes for bytes: printable Latin-1 as itself, the others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(0x100 + i): value for i, value in enumerate(others)}
+
+
+def run_tiktoken(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+    """Ids of `text`, uint32 [n]; special strings in it are ordinary text."""
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except ValueError:  # tiktoken's regex engine gives up on a run of about a million spaces
+        return np.concatenate([encoding.encode_to_numpy(part, disallowed_special=()) for part in _short_runs(text)])
 
 
 def _short_runs(text: str) -> list[str]:

@@ -72,7 +72,7 @@ def test_both_spellings_and_types():
         (["--sliding_window=1e20"], r"below 2\*\*31"),
         (["--beta2=1"], r"must lie in \[0, 1\)"),
         (["--eval_tokens=10"], "less than one window"),
-        (["config/smal.py"], "no preset at config/smal.py: config/ has gpt2_124m"),
+        (["config/smal.py"], "no preset at config/smal.py: config/ has .*gpt2_124m"),
         (["config/small.py", "stray"], "unexpected argument 'stray'"),
     ],
 )

@@ -32,8 +32,8 @@ def test_workers_and_batches_change_nothing(tmp_path, monkeypatch):
 class ShardWriterOf(shards.ShardWriter):
     shard_tokens = 0
 
-    def __init__(self, folder, split, tokenizer):
-        super().__init__(folder, split, tokenizer, self.shard_tokens)
+    def __init__(self, folder, split, tokenizer, marked):
+        super().__init__(folder, split, tokenizer, self.shard_tokens, marked)
 
 
 PEAK = """
