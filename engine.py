@@ -1,199 +1,44 @@
-"""Generation below the command line: choosing tokens, turning them into text, and the engine that does both.
+"""Generation below the command line: from prompts to text, as it comes.
 
-Read down. `sample` turns logits into one token, with noise that is a function and not a stream; `TextStream` turns
-tokens into whole characters and finds stop strings; `Batch` holds what lives on the device; `Engine` runs it.
-Shapes in the comments: B rows, V vocabulary. A row is one sample of one prompt.
+    engine = Engine(checkpoint.load_model("out/small"), checkpoint.load_tokenizer("out/small"))
+    for piece in engine.generate(["def main("], Sampling(temperature=0.8), max_new_tokens=100, seed=1):
+        print(piece.text, end="", flush=True)
+
+`Engine` is the host's side: it checks, starts the rounds of decoding (rounds.py), turns their tokens into text
+(textstream.py), ends rows, and reports. The model's weights and cache are decoding.py's, the choice of a token is
+sampling.py's, and how many tokens to guess ahead speculation.py's.
+
+A row is one sample of one prompt. Its text is a function of the model, the prompt, the sampling and the row's seed:
+neither the rows beside it nor speculation change it.
 """
 
-import codecs
-import copy
-import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from config import find_gpu
 from data import UserError
-from model import KVCache
+from decoding import CHUNK, KV, Decoder, cache_bytes, memory_left, whole_chunks
+from rounds import MAX_DRAFTS, Round, Rounds
+from sampling import Sampling
+from speculation import MODEL, AdaptiveDrafts, FixedDrafts, SpeculationStats
+from textstream import TextStream
 
-CHUNK = 256  # tokens of one prefill step; also the unit in which the cache grows and is read
-GREEDY_BELOW = 1e-6  # a temperature under this is 0: dividing fp32 logits by it would only make infinities
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn from its logits. None, 0 (min_p) or 1 (top_p, repetition_penalty) switches a step off.
-
-    Args:
-        temperature: logits are divided by it; 0 takes the likeliest token, the lowest id on ties.
-        top_k: keep the k likeliest tokens, and all that tie with the last of them.
-        top_p: keep the fewest likeliest tokens whose probability reaches p (Holtzman et al. 2020), and all that
-            tie with the last of them.
-        min_p: keep tokens at least min_p times as probable as the likeliest one (Nguyen et al. 2024).
-        repetition_penalty: divide positive and multiply negative logits of tokens already in the row, prompt
-            included (Keskar et al. 2019, as in Hugging Face transformers).
-
-    Raises:
-        ValueError: a value out of range.
-    """
-
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be 0 (the likeliest token) or above")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must lie between 0 and 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 (1 is none)")
-
-
-def penalise(logits, seen, penalty):
-    """logits fp32 [B, V], seen bool [B, V]: make the seen tokens less likely (more likely if penalty < 1)."""
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def keep_top_k(logits, k):
-    last = logits.topk(min(k, logits.shape[-1])).values[:, -1:]
-    return logits.masked_fill(logits < last, -math.inf)
-
-
-def keep_top_p(logits, p):
-    ordered = logits.sort(descending=True).values
-    mass = ordered.softmax(-1).cumsum(-1)  # [B, V]: probability of the 1, 2, 3 ... likeliest tokens
-    last = (mass < p).sum(-1, keepdim=True).clamp(max=logits.shape[-1] - 1)  # rank of the token that reaches p
-    return logits.masked_fill(logits < ordered.gather(-1, last), -math.inf)
-
-
-def keep_min_p(logits, p):
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
-
-
-def filtered(logits, sampling: Sampling):
-    """Temperature, top-k, top-p, min-p, in this order: fp32 [B, V] whose softmax is what is sampled; -inf is never."""
-    # Their maximum becomes 0 first, so that no temperature can overflow to inf - inf.
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
-    if sampling.top_k is not None:
-        logits = keep_top_k(logits, sampling.top_k)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        logits = keep_top_p(logits, sampling.top_p)
-    if sampling.min_p:
-        logits = keep_min_p(logits, sampling.min_p)
-    return logits
-
-
-def shift_right(x, n):
-    """x >> n for int64 read as unsigned: torch's own shift would copy the sign bit."""
-    return (x >> n) & ((1 << (64 - n)) - 1)
-
-
-def splitmix64(state, n):
-    """Output n = 0, 1, 2 ... of the SplitMix64 generator seeded with `state`; int64 tensors that broadcast.
-
-    Steele, Lea and Flood 2014, with the constants of Vigna's splitmix64.c; products wrap modulo 2**64.
-    """
-    z = state + (n + 1) * (0x9E3779B97F4A7C15 - 2**64)
-    z = (z ^ shift_right(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    z = (z ^ shift_right(z, 27)) * (0x94D049BB133111EB - 2**64)
-    return z ^ shift_right(z, 31)
-
-
-def uniform(seeds, positions, vocab_size):
-    """Numbers in (0, 1), fp32 [B, V], each a pure function of (row seed, position, token id).
-
-    seeds, positions: int64 [B]. Position p of a row is the start of a stream of its own, token v its v-th number.
-    63 random bits are rounded to a float, so small numbers stay fine-grained down to 2**-64 and none is 0 or 1. The
-    bits are the same on every device.
-    """
-    token = torch.arange(vocab_size, device=seeds.device)
-    bits = splitmix64(splitmix64(seeds, positions)[:, None], token)
-    return ((shift_right(bits, 1).float() + 0.5) * 2.0**-63).clamp(max=1 - 2.0**-24)
-
-
-def gumbel(seeds, positions, vocab_size):
-    """Standard Gumbel noise, fp32 [B, V], finite, from -2.9 to 44.4: argmax(logits + gumbel) samples softmax(logits).
-
-    -log(-log(1 - u)) puts the fine end of u on the large values, the ones that let an unlikely token win. Adding
-    noise to logits, where a filtered token is -inf, never draws a token of probability 0 (dividing probabilities
-    by exponential noise can: 0 / 0).
-    """
-    return -torch.log(-torch.log1p(-uniform(seeds, positions, vocab_size)))
-
-
-def sample(logits, sampling: Sampling, seeds, positions, seen=None):
-    """Choose one token per row: int64 [B].
-
-    logits: [B, V] in any float dtype. seeds, positions: int64 [B], the row's seed and where in it the chosen token will
-    stand. seen: bool [B, V], the tokens under the repetition penalty (None: no penalty).
-    """
-    logits = logits.float()
-    if seen is not None:
-        logits = penalise(logits, seen, sampling.repetition_penalty)
-    if sampling.temperature < GREEDY_BELOW:
-        return logits.argmax(-1)  # torch: the first of equals
-    return (filtered(logits, sampling) + gumbel(seeds, positions, logits.shape[-1])).argmax(-1)
-
-
-class TextStream:
-    """The text of one row as its tokens arrive: whole characters only, ending before the first stop string.
-
-    Bytes of an unfinished character are held back, and so is text that may turn out to begin a stop string. Of
-    several stop strings the one that is complete first wins, so that the text does not depend on how it was cut
-    into tokens.
-    """
-
-    def __init__(self, tokenizer, stop: Sequence[str] = ()):
-        self.tokenizer, self.stop = tokenizer, stop
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held = ""
-        self.stopped = False  # a stop string came; nothing more will
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; returns the text that has become certain."""
-        self.held += self.decoder.decode(self.tokenizer.decode_bytes(token_ids))
-        return self._release(final=False)
-
-    def finish(self) -> str:
-        """No more tokens: returns what was held back; a broken character becomes U+FFFD."""
-        self.held += self.decoder.decode(b"", final=True)
-        return self._release(final=True)
-
-    def _release(self, final):
-        if self.stopped:
-            return ""
-        found = [(start + len(s), start) for s in self.stop if (start := self.held.find(s)) >= 0]
-        if found:
-            self.stopped = True
-            return self.held[: min(found)[1]]
-        keep = 0 if final else max((_overlap(self.held, s) for s in self.stop), default=0)
-        certain = len(self.held) - keep
-        text, self.held = self.held[:certain], self.held[certain:]
-        return text
-
-
-def _overlap(text, stop):
-    """Length of the longest end of `text` that `stop` begins with."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+SLOTS = 1024  # the smallest cache of one that several calls are to fit into
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step added to a row. `text` may be empty while it is held back."""
+    """What one round added to a row. `text` may be empty while it is held back."""
 
     row: int  # prompt index * num_samples + sample
     text: str
     token_ids: list[int]
     finish_reason: str | None = None  # in a row's last piece: "stop" (stop string), "eot" or "length"
+    log_probabilities: list[float] | None = None  # of token_ids, if asked for
 
 
 @dataclass(frozen=True)
@@ -201,10 +46,11 @@ class Completion:
     """One finished row. `token_ids` are all that were sampled: an end-of-text token and a stop string are in them,
     but not in `text`."""
 
-    prompt: str
+    prompt: str | list[int]
     text: str
     token_ids: list[int]
     finish_reason: str
+    log_probabilities: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -216,19 +62,29 @@ class Report:
     seconds: float  # the whole call, with what the caller did between pieces
     tokens_per_s: float  # new_tokens / seconds
     time_to_first_token_s: float
-    prefill_tokens_per_s: float  # prompt_tokens / time_to_first_token_s
+    prefill_tokens_per_s: float  # the prompt tokens that were read, by the time until they were
     decode_tokens_per_s: float  # the tokens after each row's first, by the time after it
-    kv_cache_bytes: int
+    decode_tokens_per_s_per_row: float
+    weight_bytes: int  # that a round reads, whatever its rows and drafts
+    kv_bytes: int  # that a round reads of the caches of all rows, at the mean position
+    read_tb_per_s: float  # the two, by the mean time of a round without its drafting
+    gpu_read_tb_per_s: float | None  # what this GPU can read, measured; None where nobody has
+    kv_cache_bytes: int  # allocated
     peak_memory_bytes: int | None  # CUDA only
+    speculation: dict | None  # see SpeculationStats.summary; None without
 
     def __str__(self) -> str:
         """One line for people; `dataclasses.asdict` is for JSON."""
         memory = f", peak memory {self.peak_memory_bytes / 1e9:.2f} GB" if self.peak_memory_bytes else ""
+        limit = f" of {self.gpu_read_tb_per_s * 1e3:.0f}" if self.gpu_read_tb_per_s else ""
+        guessed = ""
+        if self.speculation and self.speculation["acceptance"]:
+            guessed = f", {self.speculation['tokens_per_pass']:.2f} tokens a round"
         return (
             f"{self.new_tokens} new tokens in {self.seconds:.2f} s: {self.tokens_per_s:.1f} tokens/s "
-            f"(first after {self.time_to_first_token_s * 1e3:.0f} ms, then {self.decode_tokens_per_s:.1f} tokens/s; "
-            f"prompt of {self.prompt_tokens} at {self.prefill_tokens_per_s:.0f} tokens/s; "
-            f"KV cache {self.kv_cache_bytes / 1e6:.1f} MB{memory})"
+            f"(first after {self.time_to_first_token_s * 1e3:.0f} ms, then {self.decode_tokens_per_s:.1f} tokens/s"
+            f"{guessed}; prompt of {self.prompt_tokens} at {self.prefill_tokens_per_s:.0f} tokens/s; "
+            f"reading {self.read_tb_per_s * 1e3:.1f}{limit} GB/s; KV cache {self.kv_cache_bytes / 1e6:.1f} MB{memory})"
         )
 
 
@@ -241,119 +97,95 @@ class Row:
     length: int  # tokens so far, prompt included
     max_new_tokens: int
     text: TextStream
-    new_tokens: int = 0
+    stop_ids: frozenset[int]
+    ids: list[int] = field(default_factory=list)  # the new ones
     finish_reason: str | None = None
 
-    def accept(self, token: int, eot_id: int) -> Piece:
-        """Take the token that was sampled."""
-        self.length, self.new_tokens = self.length + 1, self.new_tokens + 1
-        text = "" if token == eot_id else self.text.feed([token])
-        if token == eot_id or self.new_tokens == self.max_new_tokens:
-            text += self.text.finish()
-            self.finish_reason = "eot" if token == eot_id else "length"
-        if self.text.stopped:
-            self.finish_reason = "stop"
-        return Piece(self.index, text, [token], self.finish_reason)
+    @property
+    def new_tokens(self) -> int:
+        return len(self.ids)
 
-
-class Batch:
-    """The device's side of all rows of one call: newest token, its position, and the cache, never reallocated."""
-
-    @torch.inference_mode()
-    def __init__(self, model, vocab_size: int, rows: Sequence[Row], sampling: Sampling):
-        device, dtype = model.embed.weight.device, model.dtype or model.embed.weight.dtype
-        self.model, self.vocab_size, self.sampling = model, vocab_size, sampling
-        slots = _whole_chunks(max(row.length + row.max_new_tokens for row in rows))
-        self.cache = KVCache(model.config, len(rows), slots, device, dtype)
-        self.tokens = torch.zeros(len(rows), 1, dtype=torch.int64, device=device)
-        self.positions = torch.tensor([[row.length] for row in rows], device=device)  # of the token to be chosen
-        self.seeds = torch.tensor([_int64(row.seed) for row in rows], device=device)
-        penalty = sampling.repetition_penalty != 1
-        self.seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool, device=device) if penalty else None
-
-    @torch.inference_mode()
-    def prefill(self, prompt: Sequence[int], rows: slice):
-        """Read a prompt once, in chunks, for all of its samples `rows`, and choose the first token of each."""
-        tokens = torch.tensor([prompt], device=self.tokens.device)
-        first, length = slice(rows.start, rows.start + 1), len(prompt)
-        for start in range(0, length, CHUNK):
-            chunk = tokens[:, start : start + CHUNK]
-            positions = torch.arange(start, start + chunk.shape[1], device=tokens.device)[None]
-            cache = self._cache_of(first, start + chunk.shape[1])
-            logits = self.model.decode(chunk, positions, cache, last_only=True)
-        for saved in (self.cache.k, self.cache.v):
-            saved[:, rows.start + 1 : rows.stop, :, :length] = saved[:, first, :, :length]
-        if self.seen is not None:
-            self.seen[rows, tokens[0]] = True
-        for row in range(rows.start, rows.stop):  # one by one, see Engine
-            self._choose(logits[:, -1], slice(row, row + 1))
-
-    @torch.inference_mode()
-    def decode(self, rows: slice, length: int):
-        """One token more for `rows`, of which the longest has `length` tokens. Rows that ended may be among them."""
-        here = self.positions[rows].clamp(max=length - 1)  # moves only rows that ended: they may have been longer
-        logits = self.model.decode(self.tokens[rows], here, self._cache_of(rows, length))
-        self.positions[rows] = here + 1
-        self._choose(logits[:, -1], rows)
-
-    def _choose(self, logits, rows):
-        """logits [B, V'] -> the newest token of each row. Ids past the tokenizer's, which V' may have, never win."""
-        seen = None if self.seen is None else self.seen[rows]
-        logits, positions = logits[:, : self.vocab_size], self.positions[rows].squeeze(1)
-        chosen = sample(logits, self.sampling, self.seeds[rows], positions, seen)[:, None]
-        self.tokens[rows] = chosen
-        if seen is not None:
-            seen.scatter_(1, chosen, True)
-
-    def _cache_of(self, rows, length):
-        """The cache of `rows` as far as `length` tokens fill it, in whole chunks."""
-        view = copy.copy(self.cache)
-        view.k, view.v = (x[:, rows, :, : _whole_chunks(length)] for x in (self.cache.k, self.cache.v))
-        return view
-
-
-def _whole_chunks(length):
-    return math.ceil(length / CHUNK) * CHUNK
-
-
-def _int64(seed):
-    """Any whole number, wrapped into 64 signed bits."""
-    return (seed + 2**63) % 2**64 - 2**63
+    def accept(self, tokens: Sequence[int], log_probabilities: Sequence[float] | None = None) -> Piece:
+        """Take the tokens of a round, as far as the row goes: what comes after its end is dropped."""
+        text, before = "", self.new_tokens
+        for token in tokens:
+            self.length += 1
+            self.ids.append(token)
+            ended = token in self.stop_ids
+            text += "" if ended else self.text.feed([token])
+            if ended or self.new_tokens == self.max_new_tokens:
+                text += self.text.finish()
+                self.finish_reason = "eot" if ended else "length"
+            if self.text.stopped:
+                self.finish_reason = "stop"
+            if self.finish_reason:
+                break
+        new = self.ids[before:]
+        return Piece(self.index, text, new, self.finish_reason, log_probabilities and log_probabilities[: len(new)])
 
 
 class Engine:
-    """Text from a model and its tokenizer.
-
-    On a CPU the rows of a batch take turns, each in matrix products of its own: a product with another number of
-    rows may add its terms in another order, and a row's last bits would then depend on its neighbours. Alone they
-    cannot. (Padding every product to 16 rows would do too, but makes a single row 1.5 to 5 times slower.) On a GPU
-    all rows share each product, for speed, and a row may differ from the same row alone where two tokens nearly tie.
+    """Text from a model and its tokenizer. It keeps its cache and CUDA graphs from call to call.
 
     Args:
-        model: a Transformer, on any device, in any dtype. It runs in eval mode and is left in the mode it had.
+        model: a Transformer on any device, which is packed for decoding and not changed, or a `Decoder`.
         tokenizer: of the package `data`.
+        quant: "int8" or "int4" weights, or None.
+        kv: "auto", a cache in the dtype of activations, or "int8", half of it.
+        draft: a smaller model and its tokenizer, which must be the same: its guesses are checked several at a time.
+        speculate: how many tokens to guess ahead: "auto" (as many as pay, from what is measured), 0 (never), or a fixed
+            number up to 16. Without a draft model the guesses repeat what the text said before. The text is the same.
+        release: let `model` lose each weight as it is packed, so that there are never two copies; it is useless then.
 
     Raises:
-        UserError: the tokenizer has ids that the model does not know.
+        UserError: a tokenizer with ids that the model does not know, or a draft model with another tokenizer.
+        ValueError: an option that is none of these.
     """
 
-    def __init__(self, model, tokenizer):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        quant: str | None = None,
+        kv: str = "auto",
+        draft: tuple | None = None,
+        speculate: str | int = "auto",
+        release: bool = False,
+    ):
+        if speculate != "auto" and not (isinstance(speculate, int) and 0 <= speculate <= MAX_DRAFTS):
+            raise ValueError(f"speculate={speculate!r} must be auto or a whole number from 0 to {MAX_DRAFTS}")
+        if kv not in KV:
+            raise ValueError(f"kv={kv!r} must be one of {', '.join(KV)}")
         if tokenizer.vocab_size > model.config.vocab_size:
             raise UserError(
                 f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids but the model only "
                 f"{model.config.vocab_size}: use the tokenizer it was trained with"
             )
-        self.model, self.tokenizer = model, tokenizer
-        self.share_products = model.embed.weight.device.type != "cpu"
+        self.tokenizer, self.config, self.kv = tokenizer, model.config, kv
+        self.decoder = packed(model, quant, release)
+        self.draft = None
+        if draft is not None and speculate != 0:
+            small, its_tokenizer = draft
+            if its_tokenizer.hash != tokenizer.hash:
+                raise UserError(
+                    f"the draft model's tokenizer ({its_tokenizer.name}) is not the model's ({tokenizer.name}): a "
+                    "token would mean another text to each; use a draft model trained with the same tokenizer"
+                )
+            self.draft = packed(small, quant, release)
+        self.speculate = speculate
+        self.policy = AdaptiveDrafts() if speculate == "auto" else FixedDrafts(speculate)
+        self.rounds: Rounds | None = None
+        self.call = None  # the call that the rounds belong to
         self.report: Report | None = None  # of the last call, once it has ended or was abandoned
 
-    def room(self, prompt: str) -> int:
+    def room(self, prompt: str | Sequence[int]) -> int:
         """How many tokens may follow `prompt` within block_size; below 1 when it is too long."""
-        return self.model.config.block_size - len(self._encode(prompt))
+        return self.config.block_size - len(self._encode(prompt))
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str | Sequence[int]],
         sampling: Sampling | None = None,
         max_new_tokens: int = 200,
         *,
@@ -361,24 +193,30 @@ class Engine:
         row_seeds: Sequence[int] | None = None,
         stop: Sequence[str] = (),
         num_samples: int = 1,
+        logprobs: bool = False,
+        reuse: bool = False,
     ) -> Iterator[Piece]:
         """Continue prompts, yielding text as it comes. The arguments are checked before this returns.
 
         Args:
-            prompts: texts of any lengths; an empty one starts from the end-of-text token.
+            prompts: texts of any lengths, or lists of token ids; an empty one starts from the end-of-text token.
             sampling: how tokens are drawn (None: the defaults of `Sampling`).
-            max_new_tokens: tokens after which a row ends.
+            max_new_tokens: tokens after which a row ends. Any of the tokenizer's `stop_ids` ends it too.
             seed: row r draws with the noise of seed + r.
             row_seeds: instead, one seed for each row.
             stop: strings that end a row; they are not part of its text.
             num_samples: rows per prompt, which is read once. Row = prompt index * num_samples + sample.
+            logprobs: give each token's log-probability, under the model alone: before temperature, filters, penalty.
+            reuse: do not read again what the cache of the last call holds of the first prompt (a conversation). Its
+                keys and values may differ in their last bits from those of the prompt read at once.
 
         Returns:
-            an iterator of `Piece`s, one for each running row at each step. `self.report` is set when it ends.
+            an iterator of `Piece`s, one for each running row in each round. `self.report` is set when it ends. Another
+            call to generate takes the cache over: only the last iterator may be gone on with.
 
         Raises:
-            UserError: a prompt and max_new_tokens go past block_size, or a prompt cannot be encoded.
-            ValueError: nothing to do, an empty stop string, the wrong number of row_seeds.
+            UserError: a prompt and max_new_tokens go past block_size or memory, or a prompt cannot be encoded.
+            ValueError: nothing to do, an empty stop string, the wrong number of row_seeds, ids that are no tokens.
         """
         self.report = None
         count = len(prompts) * num_samples
@@ -393,29 +231,42 @@ class Engine:
             raise ValueError(f"{len(seeds)} row_seeds for {count} rows: give one for each")
         encoded = [self._encode(prompt) for prompt in prompts]
         self._check_length(max(map(len, encoded)), max_new_tokens)
+        stop_ids = self.tokenizer.stop_ids
         rows = [
-            Row(i, seeds[i], len(encoded[i // num_samples]), max_new_tokens, TextStream(self.tokenizer, stop))
+            Row(i, seeds[i], len(encoded[i // num_samples]), max_new_tokens, TextStream(self.tokenizer, stop), stop_ids)
             for i in range(count)
         ]
-        return self._run(encoded, rows, sampling or Sampling())
+        return self._run(encoded, rows, sampling or Sampling(), logprobs, reuse)
 
     def complete(
-        self, prompts: Sequence[str], sampling: Sampling | None = None, max_new_tokens: int = 200, **options
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling | None = None,
+        max_new_tokens: int = 200,
+        **options,
     ) -> list[Completion]:
         """`generate`, collected: one Completion per row, in order. The same arguments and errors."""
-        text, ids, reasons = defaultdict(str), defaultdict(list), {}
+        text, ids, logs, reasons = defaultdict(str), defaultdict(list), defaultdict(list), {}
         for piece in self.generate(prompts, sampling, max_new_tokens, **options):
             text[piece.row] += piece.text
             ids[piece.row] += piece.token_ids
+            logs[piece.row] += piece.log_probabilities or []
             reasons[piece.row] = piece.finish_reason
         samples = len(reasons) // len(prompts)
-        return [Completion(prompts[r // samples], text[r], ids[r], reasons[r]) for r in range(len(reasons))]
+        return [
+            Completion(prompts[r // samples], text[r], ids[r], reasons[r], logs[r] if options.get("logprobs") else None)
+            for r in range(len(reasons))
+        ]
 
     def _encode(self, prompt):
-        return self.tokenizer.encode(prompt) or [self.tokenizer.eot_id]
+        if isinstance(prompt, str):
+            return self.tokenizer.encode_prompt(prompt) or [self.tokenizer.eot_id]
+        if not all(0 <= token < self.config.vocab_size for token in prompt):
+            raise ValueError(f"a prompt has ids outside 0 .. {self.config.vocab_size - 1}")
+        return list(prompt) or [self.tokenizer.eot_id]
 
     def _check_length(self, prompt, new):
-        limit = self.model.config.block_size
+        limit = self.config.block_size
         if prompt + new <= limit:
             return
         fits = [f"max_new_tokens of at most {limit - prompt}"] * (prompt < limit)
@@ -425,44 +276,111 @@ class Engine:
             f"of {limit}: use {' or '.join(fits) or 'less of both'}"
         )
 
-    def _run(self, prompts, rows, sampling):
-        start, first, training = time.perf_counter(), None, self.model.training
-        device, samples = self.model.embed.weight.device, len(rows) // len(prompts)
+    def _rounds(self, batch: int, length: int, grows: bool) -> Rounds:
+        """The rounds of the last call, if they have room for `batch` rows of `length` tokens, or new ones."""
+        if self.rounds is not None and self.rounds.batch == batch and self.rounds.slots >= length:
+            return self.rounds
+        self.rounds = None  # its memory first
+        exact = whole_chunks(length)
+        slots = exact
+        if grows or self.decoder.device.type == "cuda":
+            # Room for longer calls, in powers of two, where there is memory for it: a conversation keeps what it has
+            # read, and a GPU its graphs.
+            power = max(SLOTS, 1 << (length + MAX_DRAFTS - 1).bit_length())
+            roomy = max(exact, min(power, whole_chunks(self.config.block_size)))
+            need = cache_bytes(self.config, batch, roomy, self.decoder.dtype, self.kv)
+            slots = roomy if need < memory_left(self.decoder.device) // 2 else exact
+        self.rounds = Rounds(self.decoder, self.tokenizer.vocab_size, batch, slots, self.kv, self.draft)
+        if isinstance(self.policy, AdaptiveDrafts):
+            self.policy.restart()
+        return self.rounds
+
+    def _run(self, prompts, rows, sampling, logprobs, reuse):
+        call = self.call = object()
+        start, first, ready = time.perf_counter(), None, None
+        samples, device = len(rows) // len(prompts), self.decoder.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        batch = Batch(self.model, self.tokenizer.vocab_size, rows, sampling)
+        stats, read, active = SpeculationStats(), 0, list(rows)
+        rounds = self._rounds(len(rows), max(row.length + row.max_new_tokens for row in rows), grows=reuse)
         try:
-            self.model.eval()
-            for i, prompt in enumerate(prompts):
-                batch.prefill(prompt, slice(i * samples, (i + 1) * samples))
-            active = rows
-            while True:
-                tokens = batch.tokens.flatten().tolist()  # the one wait for the device in a step
+            read = rounds.begin(
+                prompts,
+                samples,
+                [row.length + row.max_new_tokens - 1 for row in rows],
+                [row.seed for row in rows],
+                sampling,
+                logprobs=logprobs,
+                lookup=self.draft is None and self.speculate != 0,
+                reuse=reuse,
+            )
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # or the time to queue the prompt would count as the time to read it
+            ready = time.perf_counter()
+            while active:
+                missing = max(row.max_new_tokens - row.new_tokens for row in active)  # a round brings one at least
+                while len(rounds.pending) < min(rounds.ahead, missing):
+                    rounds.launch(self.policy.choose(self._sources(rounds.match, active), rounds.room()))
+                done = rounds.collect()
                 first = first or time.perf_counter()
+                self._observe(done, active, stats)
                 for row in active:
-                    yield row.accept(tokens[row.index], self.tokenizer.eot_id)
+                    new, logs = done.tokens[row.index], done.log_probabilities
+                    piece = row.accept(new, logs and logs[row.index])
+                    if row.finish_reason:
+                        rounds.end(row.index)
+                    yield piece
+                    if self.call is not call:
+                        raise RuntimeError("another call to generate has taken this engine's cache over")
                 active = [row for row in active if row.finish_reason is None]
-                if not active:
-                    break
-                for group in [active] if self.share_products else [[row] for row in active]:
-                    batch.decode(slice(group[0].index, group[-1].index + 1), max(row.length for row in group))
         finally:
-            self.model.train(training)
-            self.report = measure(start, first, sum(map(len, prompts)), rows, batch.cache)
+            if self.call is call:
+                rounds.held = [*prompts[0], *rows[0].ids][:-1]  # the newest token has not been through the model
+                self.report = self._measure(start, ready, first, read, prompts, rows, rounds, stats)
+
+    def _sources(self, match, active):
+        """Where the drafts of each running row come from: the length of a match, or the draft model."""
+        return [MODEL if self.draft else match[row.index] for row in active]
+
+    def _observe(self, done: Round, active, stats):
+        sources = self._sources(done.match, active)
+        added = [len(done.tokens[row.index]) for row in active]
+        self.policy.observe(done, sources, added)
+        stats.observe(done, sources, added)
+
+    def _measure(self, start, ready, first, read, prompts, rows, rounds, stats) -> Report:
+        end, new = time.perf_counter(), sum(row.new_tokens for row in rows)
+        later = sum(max(0, row.new_tokens - 1) for row in rows)
+        decode = later / (end - first) if first and later else 0.0
+        passes = sum(stats.rounds.values())
+        kv_bytes = sum(self._kv_bytes(row.length - row.new_tokens / 2) for row in rows)
+        per_round = stats.verify_seconds / passes if passes else 0.0
+        weight_bytes, cuda = self.decoder.weight_bytes(), rounds.cuda
+        gpu = find_gpu(torch.cuda.get_device_name(rounds.device)) if cuda else None
+        return Report(
+            prompt_tokens=sum(map(len, prompts)),
+            new_tokens=new,
+            seconds=end - start,
+            tokens_per_s=new / (end - start),
+            time_to_first_token_s=(first or end) - start,
+            prefill_tokens_per_s=read / (ready - start) if ready and read else 0.0,
+            decode_tokens_per_s=decode,
+            decode_tokens_per_s_per_row=decode / len(rows),
+            weight_bytes=weight_bytes,
+            kv_bytes=int(kv_bytes),
+            read_tb_per_s=(weight_bytes + kv_bytes) / per_round / 1e12 if per_round else 0.0,
+            gpu_read_tb_per_s=gpu.read_tbs if gpu else None,
+            kv_cache_bytes=rounds.cache.nbytes,
+            peak_memory_bytes=torch.cuda.max_memory_allocated(rounds.device) if cuda else None,
+            speculation=stats.summary() if self.speculate != 0 else None,
+        )
+
+    def _kv_bytes(self, length):
+        """Bytes of a row's cache that a token at position `length` reads."""
+        seen = min(length, self.config.sliding_window or length)
+        return seen * cache_bytes(self.config, 1, CHUNK, self.decoder.dtype, self.kv) / CHUNK
 
 
-def measure(start: float, first: float | None, prompt_tokens: int, rows: Sequence[Row], cache: KVCache) -> Report:
-    """The Report of a call that began at `start` and had its first token at `first`, on the clock of perf_counter."""
-    end, new = time.perf_counter(), sum(row.new_tokens for row in rows)
-    to_first, later = (first or end) - start, sum(max(0, row.new_tokens - 1) for row in rows)
-    return Report(
-        prompt_tokens=prompt_tokens,
-        new_tokens=new,
-        seconds=end - start,
-        tokens_per_s=new / (end - start),
-        time_to_first_token_s=to_first,
-        prefill_tokens_per_s=prompt_tokens / to_first if first else 0.0,
-        decode_tokens_per_s=later / (end - first) if first else 0.0,
-        kv_cache_bytes=cache.k.nbytes + cache.v.nbytes,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(cache.k.device) if cache.k.is_cuda else None,
-    )
+def packed(model, quant: str | None, release: bool) -> Decoder:
+    """The Decoder of a Transformer; one that is given is taken as it is."""
+    return model if isinstance(model, Decoder) else Decoder.of(model, quant, release)

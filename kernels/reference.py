@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.quantize import Weight, dequantize
+
 DECODE_ROWS = 16  # query rows of one matrix product in `flash_decode`; see there
+LINEAR_ROWS = 1  # rows of one matrix product in `decode_linear`; see there
+LINEAR_ELEMENTS = 2**20  # weights that `decode_linear` unpacks at a time: 4 MB in fp32
 
 
 def visible_keys(
@@ -95,12 +99,16 @@ def flash_decode(
     *,
     window: int | None = None,
     scale: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention of the T newest tokens of each row over a KV cache of fixed size.
 
     q `[B, H_q, T, D]`, caches `[B, H_kv, S, D]`, `cache_len` int32 `[B]`: valid tokens of each row, the T new ones
     included. Query t of row b stands at position `p = cache_len[b] - T + t` and sees keys `j <= p`, and
-    `j > p - window`. Slots past `cache_len` may hold anything, NaN included. Returns `[B, H_q, T, D]`.
+    `j > p - window`. Slots past `cache_len` may hold anything, NaN included. int8 caches come with `k_scale` and
+    `v_scale`, fp32 `[B, H_kv, S]`: the scale of K goes on the scores, that of V on the weights. Returns
+    `[B, H_q, T, D]`.
 
     The query rows are walked in tiles of 16 with the last one padded: a matrix product of another height may add
     its terms in another order, and one token decoded alone would then differ in its last bits from the same token
@@ -117,7 +125,10 @@ def flash_decode(
     if window is not None:
         mask = mask & (key > position[..., None] - window)
     # 0 * NaN is NaN: weights of zero do not protect from what an unused slot holds.
-    v_cache = v_cache.masked_fill((key >= cache_len[:, None])[:, None, :, None], 0.0)
+    unused = (key >= cache_len[:, None])[:, None]  # [B, 1, S]
+    k_cache, v_cache = k_cache.to(q.dtype), v_cache.to(q.dtype).masked_fill(unused[..., None], 0.0)
+    if v_scale is not None:
+        v_scale = v_scale.masked_fill(unused, 0.0)[:, :, None]
 
     total = group * tokens
     padding = -total % DECODE_ROWS
@@ -127,6 +138,99 @@ def flash_decode(
     for start in range(0, total + padding, DECODE_ROWS):
         tile = slice(start, start + DECODE_ROWS)
         scores = (rows[:, :, tile] @ k_cache.transpose(-2, -1)).float() * scale
+        if k_scale is not None:
+            scores = scores * k_scale[:, :, None]
         weights, _ = softmax_and_lse(scores, mask[:, :, tile])
+        if v_scale is not None:
+            weights = weights * v_scale
         tiles.append(weights.to(v_cache.dtype) @ v_cache)
     return torch.cat(tiles, dim=2)[:, :, :total].reshape(batch, heads_q, tokens, head_dim)
+
+
+def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 with one scale for each head vector: x `[..., D]` -> int8 `[..., D]`, fp32 `[...]`; x is about int8 * scale.
+
+    The largest magnitude becomes 127, halves are rounded up, and a vector of zeros has scale 0.
+    """
+    x = x.float()
+    largest = x.abs().amax(dim=-1)
+    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    return torch.floor(x * factor[..., None] + 0.5).to(torch.int8), largest / 127.0
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    n_head: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    attention_factor: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """Split the fused projection, turn q and k, store k and v; arguments and result as in `kernels.rope_and_cache`."""
+    batch, tokens, _ = qkv.shape
+    n_kv_head, slots, head_dim = k_cache.shape[1:]
+    heads = qkv.unflatten(2, (n_head + 2 * n_kv_head, head_dim)).transpose(1, 2)
+    q, k, v = heads.split([n_head, n_kv_head, n_kv_head], dim=1)
+    if q_norm is not None:
+        q, k = (F.rms_norm(x.float(), (head_dim,), w.float(), eps).to(x.dtype) for x, w in ((q, q_norm), (k, k_norm)))
+    position = positions[:, None] + torch.arange(tokens, device=qkv.device)  # [B, T]
+    angles = position[:, None, :, None].float() * inv_freq
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+
+    def turn(x: Tensor) -> Tensor:
+        left, right = x.float().chunk(2, dim=-1)
+        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
+
+    row, token = torch.nonzero((positions[:, None] >= 0) & (position < slots), as_tuple=True)
+    slot = position[row, token].long()
+    for x, cache, scales in ((turn(k), k_cache, k_scale), (v, v_cache, v_scale)):
+        x = x[row, :, token]
+        if scales is not None:
+            x, scales[row, :, slot] = quantize_heads(x)
+        cache[row, :, slot] = x
+    return turn(q)
+
+
+def decode_linear(
+    x: Tensor,
+    weight: Weight,
+    norm: Tensor | None = None,
+    eps: float = 1e-5,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+) -> Tensor:
+    """act(rmsnorm(x) W^T + bias) + residual in fp32, arguments as in `kernels.decode_linear`. Returns fp32 [M, N'].
+
+    RMSNorm (Zhang and Sennrich 2019) divides by the root mean square after the product, which it commutes with, as
+    the kernel does. Quantised weights are unpacked a block of rows at a time.
+
+    Rows go through the product LINEAR_ROWS at a time: a product of another height may add its terms in another order,
+    and a token decoded alone would then differ in its last bits from the same token as one of five. A height of 1
+    makes a single row 2 to 5 times faster on a CPU than one padded to 8 rows.
+    """
+    M, (N, K) = x.shape[0], weight.shape
+    rows = x if norm is None else (x.float() * norm.float()).to(x.dtype)
+    tiles = F.pad(rows.float(), (0, 0, 0, -M % LINEAR_ROWS)).split(LINEAR_ROWS)
+    step = N if weight.values.dtype == torch.float32 else max(1, LINEAR_ELEMENTS // K)
+    blocks = []
+    for start in range(0, N, step):
+        block = dequantize(weight, slice(start, start + step))
+        blocks.append(torch.cat([F.linear(tile, block) for tile in tiles])[:M])
+    y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    if norm is not None:
+        # Each row's mean alone: a reduction over several rows at once may add in another order.
+        squares = torch.stack([row.float().square().mean() for row in x])
+        y = y * torch.rsqrt(squares + eps)[:, None]
+    if bias is not None:
+        y = y + bias.float()
+    if swiglu:
+        y = F.silu(y[:, 0::2]) * y[:, 1::2]
+    return y if residual is None else y + residual.float()

@@ -1,5 +1,7 @@
 """The engine: cached logits, batches, sampling, stop strings and characters, all on tiny random models in fp32."""
 
+import dataclasses
+import json
 import math
 import random
 import time
@@ -7,16 +9,15 @@ import time
 import pytest
 import torch
 
+import decoding
 import engine as engine_module
+import sampling as sampling_module
 from data import UserError
 from data.tokenizer import ByteTokenizer, CharTokenizer
-from engine import (
-    Batch,
-    Completion,
-    Engine,
-    Row,
-    Sampling,
-    TextStream,
+from decoding import Decoder
+from engine import Completion, Engine, Row, Sampling
+from model import KVCache, ModelConfig, Transformer
+from sampling import (
     filtered,
     gumbel,
     keep_min_p,
@@ -27,7 +28,7 @@ from engine import (
     splitmix64,
     uniform,
 )
-from model import KVCache, ModelConfig, Transformer
+from textstream import TextStream
 
 BYTES = ByteTokenizer()
 BLOCK = 48
@@ -60,26 +61,26 @@ def tiny_engine(**options):
     return Engine(tiny_model(**options), BYTES)
 
 
-class Scripted:
-    """Stands in for a Transformer: says the given ids, whatever it is asked, and remembers what it was fed."""
+class Scripted(Decoder):
+    """Stands in for a model: says the given ids, whatever it is asked, and remembers what it was fed."""
 
     def __init__(self, ids, vocab_size=257, block_size=200):
         self.config = ModelConfig(
             vocab_size=vocab_size, n_layer=1, n_head=1, n_embd=2, head_dim=2, block_size=block_size
         )
-        self.embed, self.dtype, self.training = torch.nn.Embedding(1, 1), None, False
-        self.ids, self.calls, self.prompt_length = ids, [], None
+        self.embed, self.dtype, self.device = torch.zeros(vocab_size, 2), torch.float32, torch.device("cpu")
+        self.ids, self.calls, self.prompt_length = ids, [], 1
 
-    def train(self, mode=True):
-        return self
+    def weight_bytes(self):
+        return 0
 
-    eval = train
+    def prefill(self, tokens, cache, row, start=0):
+        self.prompt_length = len(tokens) + 1
 
-    def decode(self, tokens, positions, cache, last_only=False):
-        self.calls.append(tokens.shape)
-        if last_only:
-            self.prompt_length = int(positions[0, -1]) + 1
-        said = torch.tensor([[self.ids[int(row[-1]) + 1 - self.prompt_length]] for row in positions])
+    def step(self, x, start, lengths, cache):
+        self.calls.append((len(start), len(x) // len(start)))
+        places = [place + t for place in start.tolist() for t in range(len(x) // len(start))]
+        said = torch.tensor([self.ids[min(place + 1 - self.prompt_length, len(self.ids) - 1)] for place in places])
         return torch.nn.functional.one_hot(said, self.config.vocab_size).float()
 
 
@@ -87,7 +88,7 @@ def say(text, stop=(), max_new_tokens=None, tokenizer=BYTES, tail=()):
     """Greedy generation by a model that says `text`; the pieces."""
     ids = [*(text if isinstance(text, bytes) else text.encode()), *tail]
     model = Scripted(ids + [0], vocab_size=300)
-    return list(Engine(model, tokenizer).generate(["?"], GREEDY, max_new_tokens or len(ids), stop=stop))
+    return list(Engine(model, tokenizer, speculate=0).generate(["?"], GREEDY, max_new_tokens or len(ids), stop=stop))
 
 
 def joined(pieces):
@@ -129,25 +130,6 @@ def test_greedy_text_is_that_of_the_whole_forward(heads, options):
     assert done[0].token_ids == ids[2:]
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 24, 29])
-def test_chunked_prefill_is_one_shot(length, monkeypatch):
-    model = tiny_model()
-    prompt = torch.randint(256, (length,), generator=torch.Generator().manual_seed(2)).tolist()
-
-    def prefilled(chunk):
-        monkeypatch.setattr(engine_module, "CHUNK", chunk)
-        batch = Batch(model, 257, [Row(0, 0, length, 8, TextStream(BYTES))], GREEDY)
-        batch.prefill(prompt, slice(0, 1))
-        return batch
-
-    one, many = prefilled(64), prefilled(8)
-    torch.testing.assert_close(many.cache.k[..., :length, :], one.cache.k[..., :length, :], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(many.cache.v[..., :length, :], one.cache.v[..., :length, :], rtol=1e-5, atol=1e-5)
-    assert torch.equal(many.tokens, one.tokens)
-    with torch.inference_mode():
-        assert int(one.tokens) == int(model(torch.tensor([prompt]))[0, -1, :257].argmax())
-
-
 def test_long_prompts_and_texts_cross_chunks():
     """Prompt and text both go past 256 tokens, where prefill takes another chunk and the cache view grows."""
     model = tiny_model(block_size=700)
@@ -171,7 +153,7 @@ def test_last_position_works_and_the_next_is_refused():
     assert len(done[0].token_ids) == 1
     assert engine.room("x" * (BLOCK - 1)) == 1
     assert engine.room("") == BLOCK - 1
-    engine.model.decode = None  # any work would fail
+    engine.decoder.step = None  # any work would fail
     for length, new in [(BLOCK - 1, 2), (BLOCK, 1), (BLOCK + 5, 3), (1, BLOCK), (BLOCK + 1, BLOCK + 1)]:
         with pytest.raises(UserError) as error:
             engine.generate(["a", "x" * length], GREEDY, new)
@@ -184,13 +166,19 @@ def test_last_position_works_and_the_next_is_refused():
 
 def test_empty_prompt_starts_from_eot():
     engine = tiny_engine()
-    fed = []
-    decode = engine.model.decode
-    engine.model.decode = lambda tokens, *rest, **options: (
-        fed.append(tokens.tolist()) or decode(tokens, *rest, **options)
-    )
-    engine.complete([""], GREEDY, 2)
-    assert fed[0] == [[BYTES.eot_id]]
+    for prompt in ("", []):
+        done = engine.complete([prompt], GREEDY, 2)[0]
+        assert engine.rounds.tokens[0, :3].tolist() == [BYTES.eot_id, *done.token_ids]
+
+
+def test_a_prompt_may_be_ids():
+    engine = tiny_engine()
+    text, ids = engine.complete(["abc", list(b"abc")], None, 20, row_seeds=[1, 1])
+    assert (text.text, text.token_ids) == (ids.text, ids.token_ids) and ids.prompt == list(b"abc")
+    assert engine.room(list(b"abc")) == engine.room("abc")
+    for bad in ([1, -1], [257]):
+        with pytest.raises(ValueError, match="ids outside 0 .. 256"):
+            engine.generate([bad])
 
 
 # ----- batches
@@ -205,66 +193,64 @@ SAMPLINGS = {
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("together", [False, True], ids=["turns", "together"])
-def test_batch_is_its_singles(heads, sampling, together):
-    """Rows in turns (a CPU): the same by construction. Rows together (a GPU): ragged positions, ended rows."""
+def test_batch_is_its_singles(heads, sampling):
+    """Ragged positions, rows that end beside others that run, a seed for each."""
     engine = tiny_engine(n_kv_head=HEADS[heads])
     stop = ["e", "\x10"]
     singles = [
         engine.complete([prompt], SAMPLINGS[sampling], 15, row_seeds=[40 + i], stop=stop)[0]
         for i, prompt in enumerate(PROMPTS)
     ]
-    engine.share_products = together
     batch = engine.complete(PROMPTS, SAMPLINGS[sampling], 15, seed=40, stop=stop)
     assert batch == singles
     assert len({tuple(row.token_ids) for row in batch}) == 4
-
-
-def test_on_a_cpu_every_row_is_computed_alone():
-    engine = tiny_engine()
-    rows = []
-    decode = engine.model.decode
-    engine.model.decode = lambda tokens, *rest, **options: rows.append(len(tokens)) or decode(tokens, *rest, **options)
-    engine.complete(PROMPTS, Sampling(), 4, num_samples=2)
-    assert set(rows) == {1} and len(rows) > 20
 
 
 def end_rows_at(monkeypatch, lengths):
     """From now on row i of a batch meets the end of text as its token number lengths[i]."""
     accept = Row.accept
 
-    def ending(row, token, eot_id):
-        return accept(row, eot_id if row.new_tokens + 1 == lengths[row.index] else token, eot_id)
+    def ending(row, tokens, log_probabilities=None):
+        here = lengths[row.index] - 1 - row.new_tokens
+        tokens = [BYTES.eot_id if i == here else token for i, token in enumerate(tokens)]
+        return accept(row, tokens, log_probabilities)
 
     monkeypatch.setattr(Row, "accept", ending)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2], [2, 0, 3, 1]], ids=str)
 def test_rows_together_may_end_in_any_order(order, monkeypatch):
-    """As on a GPU, where a row that ended may be carried along between two that run. One prompt is longer than the
-    part of the cache that the others read."""
+    """A row that ended is carried along between two that run. One prompt is longer than a chunk of the cache."""
     engine = tiny_engine(block_size=400)
     prompts = ["a", "x" * 300, "bc", "y" * 20]
     plain = engine.complete(prompts, Sampling(), 18, seed=3)
     assert [len(row.token_ids) for row in plain] == [18] * 4
     lengths = [2 + 5 * turn for turn in order]
     end_rows_at(monkeypatch, lengths)
-    engine.share_products = True
     done = engine.complete(prompts, Sampling(), 18, seed=3)
     for row, length in enumerate(lengths):
         assert done[row].token_ids == [*plain[row].token_ids[: length - 1], BYTES.eot_id]
         assert done[row].finish_reason == "eot"
 
 
-def test_samples_of_a_prompt_are_single_runs_with_seed_plus_row():
+def test_on_a_cpu_rows_that_ended_cost_nothing(monkeypatch):
     engine = tiny_engine()
-    calls = []
-    decode = engine.model.decode
-    engine.model.decode = lambda tokens, *rest, **options: (
-        calls.append(tokens.shape) or decode(tokens, *rest, **options)
+    end_rows_at(monkeypatch, [1, 3, 5, 7])
+    rows, linear = [], decoding.linear
+    monkeypatch.setattr(
+        decoding, "linear", lambda x, *rest, **options: rows.append(len(x)) or linear(x, *rest, **options)
     )
+    engine.complete(PROMPTS, Sampling(), 7)
+    products = 2 * 4 + 1  # in two layers and the head
+    assert rows == [n for n in (4, 3, 3, 2, 2, 1, 1) for _ in range(products)]
+
+
+def test_samples_of_a_prompt_are_single_runs_with_seed_plus_row(monkeypatch):
+    engine = tiny_engine()
+    read, prefill = [], Decoder.prefill
+    monkeypatch.setattr(Decoder, "prefill", lambda self, ids, *rest: read.append(len(ids)) or prefill(self, ids, *rest))
     rows = engine.complete(["hello", "you"], Sampling(), 8, seed=11, num_samples=3)
-    assert calls.count((1, 5)) == 1 and calls.count((1, 3)) == 1  # each prompt was read once
+    assert read == [4, 2]  # each prompt was read once, but for its last token
     assert [row.prompt for row in rows] == ["hello"] * 3 + ["you"] * 3
     for i, row in enumerate(rows):
         assert engine.complete([row.prompt], Sampling(), 8, seed=11 + i) == [row]
@@ -332,7 +318,7 @@ def test_noise_depends_on_nothing_else():
 @pytest.mark.parametrize(("bits", "noise"), [(0, 44.361), (2**63 - 1, 0.3665), (-1, -2.811)])
 def test_noise_at_its_limits(bits, noise, monkeypatch):
     """All 64 bits 0, all but the highest 1, all 1: the largest value, the middle, the smallest."""
-    monkeypatch.setattr(engine_module, "splitmix64", lambda state, n: torch.full((1, 4), bits))
+    monkeypatch.setattr(sampling_module, "splitmix64", lambda state, n: torch.full((1, 4), bits))
     got = gumbel(torch.tensor([0]), torch.tensor([0]), 4)
     torch.testing.assert_close(got, torch.full((1, 4), noise), rtol=0, atol=2e-3)
 
@@ -455,9 +441,9 @@ def test_penalty_counts_prompt_and_text():
     """The model likes 'a' best, then 'b', 'c' ...; a strong penalty makes it say each once, and none of the prompt."""
 
     class Ranking(Scripted):
-        def decode(self, tokens, positions, cache, last_only=False):
-            logits = torch.zeros(len(tokens), 1, 257)
-            logits[..., ord("a") : ord("a") + 8] = torch.linspace(4, 3, 8)
+        def step(self, x, start, lengths, cache):
+            logits = torch.zeros(len(x), 257)
+            logits[:, ord("a") : ord("a") + 8] = torch.linspace(4, 3, 8)
             return logits
 
     for prompts, expected in [(["b"], ["acdef"]), (["?", "ca"], ["abcde", "bdefg"])]:
@@ -617,29 +603,60 @@ def test_report():
     tokens = [*next(pieces).token_ids]
     first = time.perf_counter()
     tokens += [token for piece in pieces for token in piece.token_ids]
-    report = engine.report
+    report, config = engine.report, engine.config
     assert report.prompt_tokens == 8
     assert report.new_tokens == len(tokens) == 24
-    assert report.kv_cache_bytes == engine.model.config.kv_cache_bytes(4, 256, 4)
+    assert report.kv_cache_bytes == config.kv_cache_bytes(4, 256, 4)
     assert 0 < report.time_to_first_token_s <= first - start < report.seconds <= time.perf_counter() - start
     assert report.tokens_per_s == pytest.approx(report.new_tokens / report.seconds)
-    assert report.prefill_tokens_per_s == pytest.approx(8 / report.time_to_first_token_s)
+    assert report.prefill_tokens_per_s > 6 / report.time_to_first_token_s
     later = (report.new_tokens - 4) / (report.seconds - report.time_to_first_token_s)
     assert report.decode_tokens_per_s == pytest.approx(later)
+    assert report.decode_tokens_per_s_per_row == pytest.approx(later / 4)
+    # Every weight but the biases and the embedding, which is the head as well here; padded to 320 rows.
+    assert report.weight_bytes == config.n_params() * 4
+    assert report.kv_bytes == config.kv_cache_bytes(1, 6, 4) * 2 + config.kv_cache_bytes(1, 8, 4) * 2
+    assert report.read_tb_per_s > 0 and report.gpu_read_tb_per_s is None
     assert report.peak_memory_bytes is None
     assert f"{report.tokens_per_s:.1f} tokens/s" in str(report) and "\n" not in str(report)
+    json.dumps(dataclasses.asdict(report))
 
 
-def test_abandoned_generation_reports_and_restores():
+def test_the_report_on_speculation():
+    for speculate, said in [(4, "abcabcabcabcabc"), (0, "abc"), ("auto", "abc")]:
+        engine = Engine(Scripted([*said.encode(), 0]), BYTES, speculate=speculate)
+        engine.complete(["?"], GREEDY, len(said))
+        summary = engine.report.speculation
+        if speculate == 4:  # a, b, c, a, b: the match comes with the second "ab"; then five and five tokens a round
+            assert summary["rounds_by_k"] == {4: 7}
+            assert summary["tokens_per_pass"] == pytest.approx(15 / 7)
+            assert summary["acceptance"] == [1.0] * 4 and summary["verify_seconds"] > 0
+            assert "2.14 tokens a round" in str(engine.report)
+        elif speculate == 0:
+            assert summary is None and "round" not in str(engine.report)
+        else:
+            assert summary["rounds_by_k"] == {0: 3} and summary["acceptance"] == []
+
+
+def test_abandoned_generation_reports():
     model = tiny_model().train()
-    engine = Engine(model, BYTES)
+    engine = Engine(model, BYTES, speculate=0)
     pieces = engine.generate(["abc"], Sampling(), 20)
-    assert model.training
     next(pieces), next(pieces)
-    assert not model.training and engine.report is None
+    assert engine.report is None
     pieces.close()
     assert model.training and engine.report.new_tokens == 2
-    assert not torch.is_inference_mode_enabled()
+    assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+
+
+def test_only_the_last_call_may_go_on():
+    engine = tiny_engine()
+    first = engine.generate(["abc"], Sampling(), 20)
+    next(first)
+    second = engine.complete(["abc"], Sampling(), 20)
+    with pytest.raises(RuntimeError, match="another call"):
+        next(first)
+    assert second == engine.complete(["abc"], Sampling(), 20)
 
 
 def test_generation_does_not_disturb_training():
@@ -667,23 +684,80 @@ def test_bfloat16(how):
     assert engine.report.kv_cache_bytes == model.config.kv_cache_bytes(2, 256, 2)
 
 
-def test_one_wait_for_the_device_per_step(monkeypatch):
-    """Values reach the host through one `tolist` a step; `item` and the like, which wait too, are not used."""
-    engine = tiny_engine()
-    waits = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: waits.append(1) or tolist(self))
-    for name in ("item", "__bool__", "__int__", "__float__", "nonzero", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, lambda self, *rest, name=name: pytest.fail(f"Tensor.{name} waits"))
-    rows = engine.complete(["abc", "de"], SAMPLINGS["all"], 10, num_samples=2)
-    assert len(waits) == max(len(row.token_ids) for row in rows)
-
-
-def test_the_cache_is_allocated_once(monkeypatch):
-    made = []
-    monkeypatch.setattr(engine_module, "KVCache", lambda *args: made.append(args) or KVCache(*args))
+def test_the_cache_is_allocated_once_and_kept(monkeypatch):
+    made, cache = [], Decoder.cache
+    monkeypatch.setattr(Decoder, "cache", lambda self, *args: made.append(args[:2]) or cache(self, *args))
     engine = tiny_engine(block_size=600)
     engine.complete(["a" * 100, "b"], GREEDY, 400)
-    assert len(made) == 1 and made[0][1:3] == (2, 512)
-    engine.complete(["a"], GREEDY, 4)  # a smaller batch afterwards has a cache of its own
-    assert made[1][1:3] == (1, 256)
+    assert made == [(2, 512)]
+    engine.complete(["a", "bc"], GREEDY, 4)  # fits in
+    assert len(made) == 1
+    engine.complete(["a"], GREEDY, 4)  # another number of rows does not
+    engine.complete(["a"], GREEDY, 300)
+    assert made[1:] == [(1, 256), (1, 512)]
+    engine = tiny_engine(block_size=6000)
+    for length in (10, 500, 900, 1100, 2000):  # a conversation
+        engine.complete(["a" * length], GREEDY, 20, reuse=True)
+    assert made[3:] == [(1, 1024), (1, 2048)]
+
+
+def test_a_cache_too_large_is_refused_before_it_is_made(monkeypatch):
+    engine = tiny_engine(block_size=4096)
+    assert engine.config.kv_cache_bytes(2, 4096, 4) == 2 * 2**20
+    for module in (decoding, engine_module):
+        monkeypatch.setattr(module, "memory_left", lambda device: 1_600_000)
+    monkeypatch.setattr(torch, "zeros", None)  # any allocation would fail
+    with pytest.raises(UserError) as error:
+        engine.complete(["a", "b"], GREEDY, 4000)
+    message = str(error.value)
+    assert "2 x 4096 tokens needs 0.0 GiB" in message and "3072 tokens a row would" in message
+    assert "--kv int8" in message and "1 rows would" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("speculate", [0, 3])
+def test_log_probabilities_are_the_models_own(speculate):
+    model = tiny_model()
+    sampling = Sampling(0.7, top_k=20, repetition_penalty=1.3)
+    engine = Engine(model, BYTES, speculate=speculate)
+    rows = engine.complete(["abab", "hello"], sampling, 12, logprobs=True)
+    assert rows == [
+        dataclasses.replace(row, log_probabilities=logs.log_probabilities)
+        for row, logs in zip(engine.complete(["abab", "hello"], sampling, 12), rows, strict=True)
+    ]
+    for row in rows:
+        ids = [*row.prompt.encode(), *row.token_ids]
+        with torch.no_grad():
+            logs = model(torch.tensor([ids]))[0].log_softmax(-1)
+        expected = [float(logs[t - 1, ids[t]]) for t in range(len(row.prompt), len(ids))]
+        assert row.log_probabilities == pytest.approx(expected, abs=1e-4)
+
+
+def test_reuse_reads_only_what_is_new(monkeypatch):
+    model, read, prefill = tiny_model(block_size=300), [], Decoder.read
+    monkeypatch.setattr(Decoder, "read", lambda self, ids, *rest: read.append(len(ids)) or prefill(self, ids, *rest))
+    engine = Engine(model, BYTES)
+    first = engine.complete(["hello there"], Sampling(), 20, seed=1)[0]
+    turn = [*b"hello there", *first.token_ids, *b" and then"]
+    read.clear()
+    again = engine.complete([turn], Sampling(), 30, seed=2, reuse=True)[0]
+    assert sum(read) == len(b" and then")  # all but the last token, which is the next round's, and the first answer's
+    read.clear()
+    assert engine.complete([turn], Sampling(), 30, seed=2)[0] == again
+    assert sum(read) == len(turn) - 1
+    other = [*turn[:15], 7, 7, 7]
+    read.clear()
+    done = engine.complete([other], Sampling(), 30, seed=3, reuse=True)[0]
+    assert sum(read) == 2
+    assert Engine(model, BYTES).complete([other], Sampling(), 30, seed=3)[0] == done
+
+
+def test_a_draft_model_must_have_the_tokenizer():
+    model = tiny_model()
+    with pytest.raises(UserError, match="draft model's tokenizer .char. is not the model's .bytes."):
+        Engine(model, BYTES, draft=(model, CharTokenizer("abc")))
+    for speculate in (-1, 17, 2.5, "always"):
+        with pytest.raises(ValueError, match="speculate="):
+            Engine(model, BYTES, speculate=speculate)
+    for options in (dict(quant="int3"), dict(kv="fp8")):
+        with pytest.raises(ValueError, match="must be one of"):
+            Engine(model, BYTES, **options)

@@ -148,7 +148,7 @@ def test_json(run, folder):
     assert len(lines) == 3
     rows = expected(folder, "bytes", "ab", 12, 7, num_samples=2)
     assert [json.loads(line) for line in lines[:2]] == [asdict(row) for row in rows]
-    assert json.loads(lines[0]).keys() == {"prompt", "text", "token_ids", "finish_reason"}
+    assert json.loads(lines[0]).keys() == {"prompt", "text", "token_ids", "finish_reason", "log_probabilities"}
     report = json.loads(lines[2])["report"]
     assert report["new_tokens"] == 24 and report["prompt_tokens"] == 2 and report["seed"] == 7
     assert report["tokens_per_s"] > 0 and report["kv_cache_bytes"] > 0
@@ -315,3 +315,37 @@ def test_bytes_that_are_no_text_do_no_harm(folder):
     process = start(folder, b"--prompt", b"caf\xe9", "--max_new_tokens", "3")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and b"Traceback" not in err and out.startswith(b"caf")
+
+
+def test_weights_cache_and_guesses_may_be_chosen(run, folder):
+    """Speculation and a draft model leave the text as it is; eight bits leave the program running."""
+    flags = ["--prompt", "abab", "--max_new_tokens", "20", "--seed", "3", "--json", "--logprobs"]
+    plain = json.loads(run(*flags, "--speculate", "0")[0].splitlines()[0])
+    draft = str(folder / "out" / "long")
+    for options in ([], ["--speculate", "4"], ["--draft", draft], ["--draft", draft, "--speculate", "2"]):
+        lines = run(*flags, *options)[0].splitlines()
+        assert json.loads(lines[0]) == plain and len(plain["log_probabilities"]) == 20
+        assert json.loads(lines[1])["report"]["speculation"]["tokens_per_pass"] >= 1
+    out, err = run(*flags, "--quant", "int8", "--kv", "int8")
+    assert len(json.loads(out.splitlines()[0])["token_ids"]) == 20 and "float32 with int8 weights, seed 3" in err
+    report = json.loads(out.splitlines()[1])["report"]
+    assert report["kv_cache_bytes"] == 256 * 1 * (8 + 4) * 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--speculate", "17"], "'17' must be auto or a whole number from 0 to 16"),
+        (["--speculate", "-1"], "must be auto or a whole number"),
+        (["--draft", "out/char"], "draft model's tokenizer (char) is not the model's (bytes)"),
+        (["--draft", "out/none"], "does not exist"),
+        (["--quant", "int3"], "invalid choice: 'int3'"),
+        (["--quant", "int4"], "--quant int4"),
+        (["--logprobs"], "add --json"),
+    ],
+    ids=str,
+)
+def test_impossible_choices_are_refused(run, flags, says):
+    with pytest.raises(UserError) as error:
+        run("--prompt", "a", *flags)
+    assert says in str(error.value) and "\n" not in str(error.value)

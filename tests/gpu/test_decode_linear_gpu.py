@@ -1,0 +1,177 @@
+"""decode_linear and the sampling kernel on silicon: bf16, bits that do not depend on the rows beside, CUDA graphs."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels import sample as kernel  # noqa: E402
+from kernels.decode_linear import TABLE, decode_linear, launch, tiling_for  # noqa: E402
+from kernels.quantize import dequantize, quantize  # noqa: E402
+from sampling import Sampling, sample  # noqa: E402
+from tests.test_decode_linear import FORMATS, problem  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+FUSIONS = ("norm", "residual", "all")
+SIZES = [(768, 768), (272, 2112), (4096, 1024), (16384, 576)]  # one for each entry of the table, and ragged ones
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-5}  # of the largest result
+
+
+def on_gpu(M, N, K, bits, fusion, dtype, group=64):
+    x, weight, options = problem(M, N, K, None, fusion, dtype)
+    weight = quantize(weight.values.cuda(), bits, group)
+    return x.cuda(), weight, {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("bits", FORMATS)
+def test_against_the_definition_and_bits_by_rows(bits, size):
+    """Right in bf16, and a row has the same bits alone, in tiles of 8 and in tiles of 16."""
+    for fusion in FUSIONS:
+        x, weight, options = on_gpu(33, *size, bits, fusion, torch.bfloat16)
+        everything = decode_linear(x, weight, **options, out_dtype=torch.float32)
+        on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        want = decode_linear(x.cpu(), weight.to("cpu"), **on_cpu, out_dtype=torch.float32)
+        assert ((everything.cpu() - want).abs().max() / want.abs().max()).item() < 2e-4
+        for M in (1, 2, 5, 8, 9, 16, 17):
+            for rows in (slice(0, M), slice(33 - M, 33)):
+                part = options if options["residual"] is None else options | {"residual": options["residual"][rows]}
+                assert torch.equal(decode_linear(x[rows], weight, **part, out_dtype=torch.float32), everything[rows])
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("bits", FORMATS)
+def test_other_dtypes(bits, dtype):
+    x, weight, options = on_gpu(17, 256, 512, bits, "all", dtype)
+    got = decode_linear(x, weight, **options)
+    on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    want = decode_linear(x.cpu(), weight.to("cpu"), **on_cpu, out_dtype=torch.float32)
+    assert got.dtype == dtype
+    assert ((got.cpu().float() - want).abs().max() / want.abs().max()).item() < TOLERANCE[dtype]
+    fewer = options | {"residual": options["residual"][:3]}
+    assert torch.equal(decode_linear(x[:3], weight, **fewer), got[:3])
+
+
+@pytest.mark.parametrize("group", (32, 128))
+def test_groups(group):
+    x, weight, options = on_gpu(5, 512, 1024, "int4", "norm", torch.bfloat16, group)
+    want = decode_linear(x.cpu(), weight.to("cpu"), norm=options["norm"].cpu(), eps=1e-3, out_dtype=torch.float32)
+    got = decode_linear(x, weight, **options, out_dtype=torch.float32).cpu()
+    assert ((got - want).abs().max() / want.abs().max()).item() < 2e-4
+
+
+def test_quantising_is_the_same_as_on_the_cpu():
+    matrix = torch.randn(300, 512).bfloat16()
+    for bits in ("int8", "int4"):
+        here, there = quantize(matrix, bits), quantize(matrix.cuda(), bits)
+        same = (here.values == there.values.cpu()).float().mean()
+        assert same > 0.999 and torch.allclose(dequantize(here), dequantize(there).cpu(), atol=0.1)
+
+
+def test_a_matrix_past_2_to_the_31_elements():
+    weight = torch.zeros(128256 * 9, 2048, device="cuda", dtype=torch.bfloat16)
+    weight[-1] = 1.0
+    y = decode_linear(torch.ones(1, 2048, device="cuda", dtype=torch.bfloat16), weight)
+    assert y[0, -1] == 2048 and y[0, :-1].abs().max() == 0
+
+
+@pytest.mark.parametrize("prefetch", (False, True))
+def test_a_chain_in_a_graph(prefetch):
+    """Each launch reads what the one before wrote, in place; the graph gives the bits of eager launches."""
+    x = torch.randn(3, 1024, device="cuda", dtype=torch.bfloat16)
+    norm = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    weights = [quantize(torch.randn(1024, 1024, device="cuda") / 32, "int8") for _ in range(8)]
+
+    def chain(y):
+        for weight in weights:
+            tiling = replace(tiling_for(weight, x.dtype), prefetch=prefetch)
+            y = launch(y, weight, norm, 1e-5, None, y, False, torch.empty_like(y), tiling)
+        return y
+
+    want = chain(x).clone()
+    source = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(source)
+    for _ in range(50):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, want)
+
+
+def test_every_entry_of_the_table_fits_this_gpu():
+    for bits in TABLE:
+        for size in ((4096, 1024), (3072, 2048), (12288, 1024), (16384, 1024)):  # one of each class
+            matrix = torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+            weight = quantize(matrix, {8: "int8", 4: "int4"}.get(bits))
+            for M in (1, 16):
+                x = torch.randn(M, size[1], device="cuda", dtype=torch.bfloat16)
+                assert decode_linear(x, weight, norm=x[0]).isfinite().all()
+
+
+SAMPLINGS = [
+    Sampling(temperature=0),
+    Sampling(temperature=1),
+    Sampling(temperature=1e-4),
+    Sampling(temperature=0.8, top_k=200),
+    Sampling(temperature=1.0, top_k=5000),
+    Sampling(temperature=0.9, top_p=0.9),
+    Sampling(temperature=1.1, min_p=0.05),
+    Sampling(temperature=1.2, top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("rows, V, scale", [(16, 50304, 2.0), (4, 128256, 3.0), (4, 3000, 0.05), (4, 65, 1.0)])
+def test_the_same_tokens_as_the_definition(sampling, rows, V, scale):
+    logits = (torch.randn(rows, V) * scale).bfloat16()
+    seeds, positions = torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 2**17, (rows,))
+    seen = torch.rand(rows, V) < 0.2 if sampling.repetition_penalty != 1 else None
+    params = kernel.parameters(
+        rows, "cuda", temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        min_p=sampling.min_p, repetition_penalty=sampling.repetition_penalty,
+    )  # fmt: skip
+    state = (logits.cuda(), params, seeds.cuda(), positions.cuda())
+    seen_there = None if seen is None else seen.cuda()
+    got, logprobs = kernel.choose(*state, seen=seen_there, logprobs=True)
+    want = sample(logits, sampling, seeds, positions, seen)
+    assert got.tolist() == want.tolist()
+    expected = logits.float().log_softmax(-1).gather(1, want[:, None])[:, 0]
+    torch.testing.assert_close(logprobs.cpu(), expected, rtol=1e-4, atol=1e-4)
+    one = slice(1, 2)
+    alone = kernel.choose(*(x[one] for x in state), seen=None if seen is None else seen_there[one])
+    assert alone == got[1]
+
+
+def test_sampling_in_a_graph_follows_its_parameters():
+    logits = torch.randn(2, 50304, device="cuda") * 3
+    seeds, positions = torch.arange(2, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
+    params = kernel.parameters(2, "cuda", temperature=0.0)
+    kernel.choose(logits, params, seeds, positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = kernel.choose(logits, params, seeds, positions)
+    for sampling in (Sampling(temperature=0), Sampling(temperature=1, top_k=20), Sampling(temperature=2, top_p=0.7)):
+        params.copy_(
+            kernel.parameters(
+                2, "cuda", temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            )
+        )  # fmt: skip
+        for position in (0, 5, 99):
+            positions.fill_(position)
+            graph.replay()
+            want = sample(logits.cpu(), sampling, seeds.cpu(), positions.cpu())
+            assert tokens.tolist() == want.tolist()
+
+
+def test_chi_square():
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5], device="cuda")
+    draws = 100_000
+    params = kernel.parameters(draws, "cuda", temperature=1.2)
+    seeds = torch.arange(draws, device="cuda")
+    tokens = kernel.choose(logits.repeat(draws, 1), params, seeds, torch.full_like(seeds, 9), filters=False)
+    expected = (logits / 1.2).softmax(-1) * draws
+    assert ((torch.bincount(tokens, minlength=8) - expected) ** 2 / expected).sum() < 24.3  # 99.9%, 7 degrees

@@ -1,0 +1,427 @@
+"""Decoding attention: the Triton kernels in the interpreter, their plain twins, and the dispatch between them."""
+
+import dataclasses
+import importlib
+import itertools
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attention_cases import DEVICE  # isort: skip
+
+from kernels import flash_attention, flash_decode, reference, rope_and_cache
+from model import ModelConfig, RMSNorm, apply_rope, rope_table
+from rope import rope_frequencies
+
+decode = importlib.import_module("kernels.flash_decode")  # the module: the package's name is the function
+rope_cache = importlib.import_module("kernels.rope_cache")
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, tests/gpu/test_flash_decode_gpu.py")
+HEADS = [(3, 3), (4, 2), (6, 2), (8, 2), (6, 1)]
+EDGES = [0, 1, 31, 32, 33, 64, 65, 130]  # around the tile (32), around the chunk (64), and full
+
+
+@pytest.fixture(autouse=True)
+def arithmetic_warnings_are_errors():
+    """inf - inf and 0 / 0 warn in the interpreter before they turn up as NaN."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+def inputs(heads, tokens, lengths, slots, head_dim, dtype=torch.float32, int8=False, seed=0):
+    """q, both caches with NaN in the slots past each length, cache_len, and the scales of int8 caches by name."""
+    generator = torch.Generator().manual_seed(seed)
+    (heads_q, heads_kv), batch = heads, len(lengths)
+    q = torch.randn(batch, heads_q, tokens, head_dim, generator=generator).to(dtype)
+    caches = [torch.randn(batch, heads_kv, slots, head_dim, generator=generator).to(dtype) for _ in "kv"]
+    scales = {}
+    if int8:
+        caches, scales = zip(*(reference.quantize_heads(x) for x in caches), strict=True)
+        scales = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+    for b, length in enumerate(lengths):
+        for x in scales.values() if int8 else caches:
+            x[b, :, length:] = math.nan
+    return q, *caches, torch.tensor(lengths, dtype=torch.int32), scales
+
+
+def exact(q, k, v, lengths, window=None, k_scale=None, v_scale=None):
+    """Row by row in fp64 by the textbook definition, over the valid part of the cache alone."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for b, length in enumerate(lengths.tolist()):
+        keys, values = (x[b : b + 1, :, :length].double() for x in (k, v))
+        if k_scale is not None:
+            keys, values = keys * k_scale[b, :, :length, None], values * v_scale[b, :, :length, None]
+        out[b] = reference.attention(q[b : b + 1].double(), keys, values, window=window)[0]
+    return out
+
+
+def uniform(keys):
+    """Chunks of one length at all positions."""
+    return decode.Chunks(keys, keys, keys, (0, 0))
+
+
+def tolerance(dtype):
+    return dict(rtol=2e-5, atol=2e-5) if dtype == torch.float32 else dict(rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_every_edge_of_tile_and_chunk(heads, window):
+    turn = HEADS.index(heads)
+    tokens, head_dim = [1, 2, 5, 9, 17][(turn + (window or 0)) % 5], [16, 32, 24][turn % 3]
+    dtype = [torch.float32, torch.float16][turn % 2]
+    q, k, v, lengths, _ = inputs(heads, tokens, EDGES, 130, head_dim, dtype)
+    wanted = exact(q, k, v, lengths, window)
+    for run in (decode.launch, reference.flash_decode):
+        got = run(q, k, v, lengths, window=window)
+        assert got.dtype == dtype and got.shape == q.shape
+        torch.testing.assert_close(got.double(), wanted, **tolerance(dtype))
+
+
+@pytest.mark.parametrize("slots", [1, 63, 64, 65, 256, 257, 700])
+def test_one_chunk_then_combined_by_the_last_program_then_by_a_second_kernel(slots):
+    q, k, v, lengths, _ = inputs((4, 2), 2, [slots, max(slots - 1, 1), 0], slots, 16)
+    torch.testing.assert_close(decode.launch(q, k, v, lengths).double(), exact(q, k, v, lengths), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_plan_changes_the_result(fused):
+    q, k, v, lengths, _ = inputs((4, 2), 3, [70, 200], 200, 16)
+    wanted = exact(q, k, v, lengths)
+    for chunk, keys, programs in ((32, 16, 1), (64, 64, 40), (128, 32, 2)):
+        plan = decode.Plan(uniform(chunk), keys, 4, 1, programs, fused)
+        torch.testing.assert_close(decode.launch(q, k, v, lengths, plan=plan).double(), wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_programs_share_the_work_without_changing_a_bit():
+    """One program that does everything, and one for each chunk."""
+    for slots, window in ((130, None), (300, 70)):
+        q, k, v, lengths, _ = inputs((6, 2), 2, [slots, 33, 0], slots, 16)
+        fused = slots == 130
+        outs = [
+            decode.launch(q, k, v, lengths, window=window, plan=decode.Plan(uniform(64), 16, 4, 1, programs, fused))
+            for programs in (1, 100)
+        ]
+        assert torch.equal(*outs)
+
+
+@pytest.fixture
+def products_row_by_row(monkeypatch):
+    """The interpreter multiplies by NumPy, where a row's last bits depend on its place in the tile. They do not in a
+    tensor core (tests/gpu shows it), so here every row is multiplied in the same way."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        rows = [np.matmul(row, b.data, dtype=d.data.dtype) for row in a.data]
+        return TensorHandle(np.stack(rows) + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize(
+    "slots,window,int8", [(150, None, True), (150, 50, False), (270, None, False), (270, 50, True)]
+)
+def test_bits_do_not_depend_on_company(slots, window, int8, products_row_by_row):
+    """A token alone, as one of several, in a batch or not: the same bits."""
+    lengths = [slots, 72]  # its tokens lie on one side of the turning points, 64 and 192
+    for heads, tokens in (((4, 2), 5), ((6, 1), 3)):
+        q, k, v, cache_len, scales = inputs(heads, tokens, lengths, slots, 16, int8=int8)
+        together = decode.launch(q, k, v, cache_len, window=window, **scales)
+        assert together.isfinite().all()
+        for b in range(len(lengths)):
+            row = slice(b, b + 1)
+            own = {name: x[row] for name, x in scales.items()}
+            alone = decode.launch(q[row], k[row], v[row], cache_len[row], window=window, **own)
+            assert torch.equal(alone, together[row])
+            for t in (0, tokens // 2, tokens - 1):
+                length = cache_len[row] - (tokens - 1 - t)
+                one = decode.launch(q[row, :, t : t + 1], k[row], v[row], length, window=window, **own)
+                assert torch.equal(one, together[row, :, t : t + 1])
+
+
+def test_before_a_turning_point_the_bits_are_those_of_a_token_alone(products_row_by_row):
+    """The round begins before it and ends behind it. What lies behind is right too, but in another order of sums."""
+    turn, tokens, length = decode.INTERPRETER.chunks.ends[0], 5, decode.INTERPRETER.chunks.ends[0] + 2
+    q, k, v, cache_len, _ = inputs((4, 2), tokens, [length], 150, 16)
+    together = decode.launch(q, k, v, cache_len)
+    torch.testing.assert_close(together.double(), exact(q, k, v, cache_len), **tolerance(q.dtype))
+    for t in range(turn - (length - tokens)):
+        alone = decode.launch(q[:, :, t : t + 1], k, v, cache_len - (tokens - 1 - t))
+        assert torch.equal(alone, together[:, :, t : t + 1])
+
+
+def test_int8_cache():
+    """Against the exact attention over the dequantised cache; and, within what 8 bits can do, over the cache as it
+    was before."""
+    cases = [((4, 4), 1, None, torch.float32), ((4, 2), 3, 30, torch.float16), ((6, 1), 5, None, torch.float32)]
+    for heads, tokens, window, dtype in cases:
+        q, k, v, lengths, scales = inputs(heads, tokens, EDGES, 130, 32, dtype, int8=True)
+        wanted = exact(q, k, v, lengths, window, **scales)
+        for run in (decode.launch, reference.flash_decode):
+            got = run(q, k, v, lengths, window=window, **scales)
+            torch.testing.assert_close(got.double(), wanted, **tolerance(dtype))
+        before = inputs(heads, tokens, EDGES, 130, 32, dtype)
+        error = (wanted - exact(*before[:4], window)).abs().max()
+        # An entry moves by at most half of 1/127 of the largest of its vector, here below 5 standard deviations.
+        assert 0 < error < 0.06
+
+
+def test_quantized_heads_round_trip():
+    x = torch.cat([torch.randn(50, 32), torch.zeros(1, 32), 1e-30 * torch.randn(1, 32), 1e30 * torch.randn(1, 32)])
+    quantized, scale = reference.quantize_heads(x)
+    assert quantized.abs().amax(dim=1).tolist() == [127] * 50 + [0] + [127] * 2
+    assert ((quantized * scale[:, None] - x).abs() <= scale[:, None] * 0.5001).all()
+
+
+def test_any_strides():
+    q, k, v, lengths, _ = inputs((4, 2), 3, [70, 9], 80, 16)
+    wanted = decode.launch(q, k, v, lengths)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    k, v = torch.stack([k, v], dim=2).transpose(2, 3).contiguous().transpose(2, 3).unbind(2)
+    assert torch.equal(decode.launch(q, k, v, lengths), wanted)
+    assert decode.launch(q, k, v, lengths).transpose(1, 2).is_contiguous()  # so that merging the heads is free
+
+
+def test_dirty_buffers_and_counters_left_at_zero():
+    """Partial results start as NaN, and what one launch leaves the next one finds."""
+    q, k, v, lengths, _ = inputs((4, 2), 2, [200, 100], 200, 16)
+    wanted = exact(q, k, v, lengths)
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
+    try:
+        for _ in range(3):
+            got = decode.launch(q, k, v, lengths)
+            assert not decode.arrival_counters(q.device).any()
+            torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=2e-5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_length_out_of_range_reads_nothing_outside():
+    q, k, v, _, _ = inputs((2, 1), 1, [64, 64], 64, 16)
+    lengths = torch.tensor([1000, -5], dtype=torch.int32)
+    wanted = exact(q, k, v, torch.tensor([64, 0]))
+    torch.testing.assert_close(decode.launch(q, k, v, lengths).double(), wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_dispatch_on_the_cpu_is_the_definition():
+    q, k, v, lengths, scales = inputs((4, 2), 2, [50, 7], 64, 16, int8=True)
+    assert torch.equal(flash_decode(q, k, v, lengths, **scales), reference.flash_decode(q, k, v, lengths, **scales))
+
+
+def test_plans_fit_and_change_no_bit_with_the_slots():
+    for shared_memory in (232_448, 166_912, 101_376):
+        for head_dim, size in itertools.product((16, 64, 128, 256), (1, 2, 4)):
+            for heads_kv in (1, 4, 8, 32):
+                limits = (heads_kv, head_dim, size, shared_memory)
+                plans = {decode.plan_for_chip(slots, *limits) for slots in (1, 300, 8192, 131072)}
+                assert len({dataclasses.replace(plan, fused=True) for plan in plans}) == 1
+                plan = plans.pop()
+                keys = (plan.chunks.near, plan.chunks.middle, plan.chunks.far)
+                assert sorted(keys) == list(keys) and plan.chunks.ends == decode.turning_points(heads_kv)
+                assert all(n % plan.keys == 0 for n in keys) and plan.keys >= 16 and plan.programs >= 1
+                assert (plan.stages - 1) * plan.keys * head_dim * 2 * size < shared_memory
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 17])
+def test_room_for_every_length(tokens):
+    for heads_kv in (1, 2, 8):
+        chunks = decode.chunks_for(heads_kv)
+        for slots in (1, 128, 129, 2048, 2060, 5000, 16_000, 40_000):
+            room = chunks.room(slots, tokens)
+            for length in range(tokens, slots + 1):
+                start = length - tokens
+                near, middle = start < chunks.ends[0], start < chunks.ends[1]
+                keys = chunks.near if near else chunks.middle if middle else chunks.far
+                assert -(-length // keys) <= room
+
+
+def test_bits_do_not_depend_on_the_room_in_the_cache():
+    """One chunk, chunks that the last program merges, and chunks that a second kernel merges, in one run or in four."""
+    length, plan = 60, decode.Plan(uniform(16), 16, 4, 1, 1, True)
+    for heads, tokens, window in (((4, 2), 3, None), ((3, 1), 1, 20)):
+        q, k, v, lengths, _ = inputs(heads, tokens, [length], length, 16)
+        wanted = decode.launch(q, k, v, lengths, window=window, plan=plan)
+        for slots, fused in ((130, True), (60, False), (130, False), (32 * 16 * 3, False)):
+            room = [torch.full((1, heads[1], slots, 16), math.nan) for _ in "kv"]
+            for new, old in zip(room, (k, v), strict=True):
+                new[:, :, :length] = old
+            got = decode.launch(q, *room, lengths, window=window, plan=dataclasses.replace(plan, fused=fused))
+            assert torch.equal(got, wanted)
+
+
+def test_many_runs_of_chunks():
+    plan, slots = decode.Plan(uniform(16), 16, 4, 1, 8, False), 1100  # 69 chunks in 3 runs of 32
+    for window in (None, 600):
+        q, k, v, lengths, _ = inputs((2, 1), 2, [slots, 520, 513, 0], slots, 16)
+        got = decode.launch(q, k, v, lengths, window=window, plan=plan)
+        torch.testing.assert_close(got.double(), exact(q, k, v, lengths, window), rtol=2e-5, atol=2e-5)
+
+
+def test_refusals():
+    q, k, v, lengths, _ = inputs((4, 2), 2, [8, 5], 8, 16)
+    int8 = torch.zeros(2, 2, 8, 16, dtype=torch.int8)
+    scale = torch.ones(2, 2, 8)
+    cases = [
+        (dict(q=q[0]), "must be \\[B, H_q, T, D\\]"),
+        (dict(v_cache=v[:, :, :4]), "both caches"),
+        (dict(k_cache=k[:1], v_cache=v[:1]), "to fit q"),
+        (dict(q=q[:, :3]), "3 query heads cannot share 2 KV heads; \\[1, 3\\] would fit"),
+        (dict(cache_len=lengths.long()), "must be int32 \\[2\\]"),
+        (dict(cache_len=lengths[:1]), "must be int32 \\[2\\]"),
+        (dict(q=q.half()), "must both be torch.float16 like q, or int8"),
+        (dict(k_cache=int8), "must both be"),
+        (dict(k_cache=int8, v_cache=int8), "k_scale goes with int8"),
+        (dict(k_cache=int8, v_cache=int8, k_scale=scale), "v_scale goes with int8"),
+        (dict(k_scale=scale, v_scale=scale), "k_scale goes with int8"),
+        (dict(k_cache=int8, v_cache=int8, k_scale=scale[:1], v_scale=scale), "k_scale must be float32 \\[2, 2, 8\\]"),
+        (dict(k_cache=k.transpose(2, 3).contiguous().transpose(2, 3)), "last dimension of the caches"),
+        (dict(q=q.to("meta")), "must be on meta"),
+        (dict(scale=0.0), "positive number"),
+        (dict(window=0), "at least 1 key"),
+    ]
+    for change, message in cases:
+        with pytest.raises(ValueError, match=message):
+            flash_decode(**{"q": q, "k_cache": k, "v_cache": v, "cache_len": lengths, **change})
+
+
+# rope_and_cache
+
+
+def rope_inputs(config, positions, tokens, slots, dtype=torch.float32, int8=False, seed=0):
+    """The arguments of rope_and_cache, caches filled with a mark (7) that shows what was not written."""
+    generator = torch.Generator().manual_seed(seed)
+    H, G, D, batch = config.n_head, config.n_kv_head, config.head_dim, len(positions)
+    qkv = torch.randn(batch, tokens, (H + 2 * G) * D, generator=generator).to(dtype)
+    inv_freq, attention_factor = rope_frequencies(config, torch.device("cpu"))
+    caches = [torch.full((batch, G, slots, D), 7, dtype=torch.int8 if int8 else dtype) for _ in "kv"]
+    options = dict(n_head=H, eps=config.norm_eps, attention_factor=attention_factor)
+    if config.qk_norm:
+        options |= {name: torch.rand(D, generator=generator) for name in ("q_norm", "k_norm")}
+    if int8:
+        options |= {name: torch.full((batch, G, slots), 7.0) for name in ("k_scale", "v_scale")}
+    return (qkv, torch.tensor(positions, dtype=torch.int32), inv_freq, *caches), options
+
+
+def by_the_model(config, arguments, options):
+    """q, k and v [B, heads, T, D] as model.Attention makes them."""
+    qkv, positions = arguments[:2]
+    batch, tokens, _ = qkv.shape
+    heads = qkv.view(batch, tokens, -1, config.head_dim).transpose(1, 2)
+    q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=1)
+    if config.qk_norm:
+        for x, name in ((q, "q_norm"), (k, "k_norm")):
+            norm = RMSNorm(config.head_dim, config.norm_eps)
+            norm.weight.data = options[name]
+            q, k = (norm(x).detach(), k) if name == "q_norm" else (q, norm(x).detach())
+    rope = rope_table(positions[:, None] + torch.arange(tokens), config)
+    return apply_rope(q, rope), apply_rope(k, rope), v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "change", [dict(), dict(qk_norm=True), dict(n_kv_head=1, head_dim=24), dict(rope_scaling="yarn:4:64", n_kv_head=6)]
+)
+def test_rope_and_cache_is_what_the_model_does(change, dtype):
+    config = ModelConfig(**dict(vocab_size=10, n_head=6, n_kv_head=2, n_embd=96, block_size=100_000) | change)
+    tokens, slots = 3, 60
+    positions = [0, 17, 57, -1, 58, 60]  # the last row fits, is padding, fits but for one token, does not fit
+    arguments, options = rope_inputs(config, positions, tokens, slots, dtype)
+    q, k, v = by_the_model(config, arguments, options)
+    for run in (rope_cache.launch, reference.rope_and_cache):
+        k_cache, v_cache = (x.clone() for x in arguments[3:])
+        got = run(*arguments[:3], k_cache, v_cache, **options)
+        assert got.dtype == dtype and got.shape == q.shape
+        torch.testing.assert_close(got, q, rtol=1e-5 if dtype == torch.float32 else 2e-3, atol=2e-6)
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            wanted = torch.full_like(cache, 7)
+            for b, position in enumerate(positions):
+                for t in range(tokens):
+                    if position >= 0 and position + t < slots:
+                        wanted[b, :, position + t] = new[b, :, t]
+            torch.testing.assert_close(cache, wanted, rtol=1e-5 if dtype == torch.float32 else 2e-3, atol=2e-6)
+
+
+def test_rope_at_large_positions():
+    """fp32 angles: at position 99,999 the fastest channel has turned 16,000 times."""
+    config = ModelConfig(vocab_size=10, n_head=2, n_embd=32, block_size=100_000)
+    arguments, options = rope_inputs(config, [99_998], 2, 100_000)
+    q, k, _ = by_the_model(config, arguments, options)
+    torch.testing.assert_close(rope_cache.launch(*arguments, **options), q, rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(arguments[3][:, :, -2:], k, rtol=1e-5, atol=2e-6)
+    assert (arguments[3][:, :, :-2] == 7).all()
+
+
+def test_rope_and_cache_quantises():
+    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100, qk_norm=True)
+    positions = [5, -1, 39]
+    arguments, options = rope_inputs(config, positions, 2, 40, int8=True)
+    _, k, v = by_the_model(config, arguments, options)
+    for run in (rope_cache.launch, reference.rope_and_cache):
+        caches = [x.clone() for x in arguments[3:]]
+        own = {name: x.clone() if name.endswith("_scale") else x for name, x in options.items()}
+        run(*arguments[:3], *caches, **own)
+        for cache, scale, new in ((caches[0], own["k_scale"], k), (caches[1], own["v_scale"], v)):
+            quantized, wanted_scale = reference.quantize_heads(new)
+            torch.testing.assert_close(scale[0, :, 5:7], wanted_scale[0])
+            assert (cache[0, :, 5:7].int() - quantized[0].int()).abs().max() <= 1  # a tie may fall to either side
+            back = cache[2, :, 39] * scale[2, :, 39, None]
+            assert ((back - new[2, :, 0]).abs() <= 0.501 * scale[2, :, 39, None]).all()
+            assert (cache[1] == 7).all() and (scale[1] == 7).all() and (scale[2, :, :39] == 7).all()
+
+
+def test_rope_bits_do_not_depend_on_company():
+    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100, qk_norm=True)
+    arguments, options = rope_inputs(config, [3, 40, 11], 5, 50)
+    together = rope_cache.launch(*arguments, **options)
+    qkv, positions, inv_freq, k_cache, v_cache = arguments
+    for b, t in ((0, 0), (1, 4), (2, 2)):
+        caches = [torch.full_like(x[b : b + 1], 7) for x in (k_cache, v_cache)]
+        alone = rope_cache.launch(qkv[b : b + 1, t : t + 1], positions[b : b + 1] + t, inv_freq, *caches, **options)
+        assert torch.equal(alone, together[b : b + 1, :, t : t + 1])
+        slot = int(positions[b]) + t
+        assert torch.equal(caches[0][0, :, slot], k_cache[b, :, slot])
+        assert torch.equal(caches[1][0, :, slot], v_cache[b, :, slot])
+
+
+def test_a_token_written_is_a_token_attended():
+    """The two together, step by step, against causal attention over the whole sequence."""
+    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100)
+    tokens = 20
+    arguments, options = rope_inputs(config, [0], tokens, tokens)
+    q, k, v = by_the_model(config, arguments, options)
+    wanted = flash_attention(q, k, v, backend="naive")
+    qkv, _, inv_freq, k_cache, v_cache = arguments
+    done = 0
+    for step in (1, 7, 1, 3, 8):
+        new = slice(done, done + step)
+        position = torch.tensor([done], dtype=torch.int32)
+        q = rope_and_cache(qkv[:, new], position, inv_freq, k_cache, v_cache, **options)
+        out = flash_decode(q, k_cache, v_cache, position + step)
+        torch.testing.assert_close(out, wanted[:, :, new], rtol=1e-5, atol=1e-5)
+        done += step
+
+
+def test_rope_refusals():
+    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100)
+    (qkv, positions, inv_freq, k_cache, v_cache), options = rope_inputs(config, [0, 1], 2, 8)
+    good = dict(qkv=qkv, positions=positions, inv_freq=inv_freq, k_cache=k_cache, v_cache=v_cache, n_head=4)
+    scale = torch.ones(2, 2, 8)
+    cases = [
+        (dict(n_head=3), "qkv must be \\[2, T, 112\\] for 3 query heads"),
+        (dict(v_cache=v_cache[:, :, :4]), "caches must be"),
+        (dict(positions=positions.long()), "positions must be torch.int32 \\[2\\]"),
+        (dict(inv_freq=inv_freq[:4]), "inv_freq must be torch.float32 \\[8\\]"),
+        (dict(q_norm=torch.ones(16)), "go together"),
+        (dict(q_norm=torch.ones(8), k_norm=torch.ones(16)), "q_norm must be a tensor \\[16\\]"),
+        (dict(k_scale=scale, v_scale=scale), "go with int8 caches"),
+        (dict(k_cache=k_cache.half()), "must both be torch.float32 like qkv"),
+        (dict(inv_freq=inv_freq.to("meta")), "must be on cpu"),
+        (dict(qkv=qkv.transpose(1, 2).contiguous().transpose(1, 2)), "must be contiguous"),
+    ]
+    for change, message in cases:
+        with pytest.raises(ValueError, match=message):
+            rope_and_cache(**good | change)
