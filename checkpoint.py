@@ -157,9 +157,12 @@ def model_config(state: dict) -> ModelConfig:
     if unknown:
         raise UserError(f"the checkpoint has settings this version does not know: {', '.join(sorted(unknown))}")
     try:
-        return ModelConfig(**{name: value for name, value in state["config"].items() if name in MODEL_FIELDS})
-    except (TypeError, ValueError) as error:
+        config = ModelConfig(**{name: value for name, value in state["config"].items() if name in MODEL_FIELDS})
+    except (AttributeError, TypeError, ValueError) as error:
         raise UserError(f"the checkpoint describes no model: {error}") from None
+    if config.vocab_size is None:
+        raise UserError("the checkpoint describes no model: it has no vocab_size")
+    return config
 
 
 @contextmanager

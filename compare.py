@@ -5,6 +5,7 @@ python compare.py eval CHECKPOINT [CHECKPOINT ...] --text FILE    their losses o
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -84,6 +85,8 @@ def run_eval(args):
     for path in paths:
         model, tokenizer = checkpoint.load_model(path, device, dtype), checkpoint.load_tokenizer(path)
         loss = text_loss(model, tokenizer, text, window, stride, args.batch_size, progress=str(path))
+        if not math.isfinite(loss.nats_per_token):
+            raise UserError(f"the loss of {path} is {loss.nats_per_token}: its weights are damaged")
         rows.append({"checkpoint": str(path), **asdict(loss), "perplexity": loss.perplexity})
         del model  # its memory is the next one's
         if tokenizer.decode(tokenizer.encode(text)) != text:

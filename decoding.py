@@ -147,7 +147,7 @@ def wide_linear(x, weight: Weight, bias=None) -> Tensor:
     if weight.bits != 8 or x.dtype == torch.float16:
         return F.linear(x, dequantize(weight, dtype=x.dtype), bias)
     # The scales of int8 rows can wait until after the product, which saves two passes over W. (fp16 would overflow.)
-    y = F.linear(x, weight.values.to(x.dtype)) * weight.scales.to(x.dtype)
+    y = (F.linear(x, weight.values.to(x.dtype)) * weight.scales).to(x.dtype)
     return y if bias is None else y + bias
 
 

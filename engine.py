@@ -227,16 +227,18 @@ class Engine:
             raise ValueError("the number of prompts, num_samples and max_new_tokens must be at least 1")
         if not all(stop):
             raise ValueError("an empty stop string would end every text before its first character")
-        if len(seeds) != count:
+        if row_seeds is not None and len(seeds) != count:
             raise ValueError(f"{len(seeds)} row_seeds for {count} rows: give one for each")
         encoded = [self._encode(prompt) for prompt in prompts]
-        self._check_length(max(map(len, encoded)), max_new_tokens)
+        longest = max(map(len, encoded))
+        self._check_length(longest, max_new_tokens)
+        rounds = self._rounds(count, longest + max_new_tokens, grows=reuse)  # refuses more rows than memory can hold
         stop_ids = self.tokenizer.stop_ids
+        texts = [TextStream(self.tokenizer, stop, begins=not prompts[i // num_samples]) for i in range(count)]
         rows = [
-            Row(i, seeds[i], len(encoded[i // num_samples]), max_new_tokens, TextStream(self.tokenizer, stop), stop_ids)
-            for i in range(count)
+            Row(i, seeds[i], len(encoded[i // num_samples]), max_new_tokens, texts[i], stop_ids) for i in range(count)
         ]
-        return self._run(encoded, rows, sampling or Sampling(), logprobs, reuse)
+        return self._run(rounds, encoded, rows, sampling or Sampling(), logprobs, reuse)
 
     def complete(
         self,
@@ -295,14 +297,13 @@ class Engine:
             self.policy.restart()
         return self.rounds
 
-    def _run(self, prompts, rows, sampling, logprobs, reuse):
+    def _run(self, rounds, prompts, rows, sampling, logprobs, reuse):
         call = self.call = object()
         start, first, ready = time.perf_counter(), None, None
         samples, device = len(rows) // len(prompts), self.decoder.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         stats, read, active = SpeculationStats(), 0, list(rows)
-        rounds = self._rounds(len(rows), max(row.length + row.max_new_tokens for row in rows), grows=reuse)
         try:
             read = rounds.begin(
                 prompts,
@@ -335,7 +336,8 @@ class Engine:
                 active = [row for row in active if row.finish_reason is None]
         finally:
             if self.call is call:
-                rounds.held = [*prompts[0], *rows[0].ids][:-1]  # the newest token has not been through the model
+                if ready:  # else an interrupt came while the prompt was read
+                    rounds.held = [*prompts[0], *rows[0].ids][:-1]  # the newest token has not been through the model
                 self.report = self._measure(start, ready, first, read, prompts, rows, rounds, stats)
 
     def _sources(self, match, active):

@@ -215,6 +215,8 @@ def converse(reply, args):
     """`reply(line, seed)` to line after line, each with a seed of its own, until the input ends."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys in input())
+    if sys.stdin is None:  # started with it closed, `<&-`
+        return
     sys.stdin.reconfigure(errors="replace")
     mark = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
     seed = args.seed
@@ -246,6 +248,8 @@ def main(argv=None):
         raise UserError("--system is what a chat begins with: add --chat")
     if args.chat and converses and args.num_samples > 1:
         raise UserError("a conversation goes on from one answer: leave --num_samples out, or give one --prompt")
+    if args.draft is not None and args.speculate == 0:
+        raise UserError("--draft guesses ahead, and --speculate 0 is not to guess: leave one of them out")
     if args.logprobs and not args.json:
         raise UserError("--logprobs has no place in plain text: add --json")
     engine = load(args)

@@ -157,7 +157,7 @@ class Rounds:
         if not (self.cuda and row == start == 0 and 0 < len(tokens) <= CHUNK <= cache.slots):
             return model.prefill(tokens, cache, row, start)
         self.prompt[: len(tokens)] = torch.tensor(tokens)
-        key = ("prompt", model is self.draft)
+        key = ("prompt", cache is self.draft_cache)
         if key not in self.graphs:
             self.graphs[key] = self._capture(partial(model.read, self.prompt, self.origin, 0, cache, 0))
         self.graphs[key].replay()

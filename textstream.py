@@ -10,17 +10,23 @@ class TextStream:
     Bytes of an unfinished character are held back, and so is text that may turn out to begin a stop string. Of
     several stop strings the one that is complete first wins, so that the text does not depend on how it was cut
     into tokens.
+
+    begins: the tokens are a text's first. Then the space goes that some tokenizers put before every text.
     """
 
-    def __init__(self, tokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer, stop: Sequence[str] = (), begins: bool = False):
         self.tokenizer, self.stop = tokenizer, stop
+        self.drops_space = begins and tokenizer.leading_space
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""
         self.stopped = False  # a stop string came; nothing more will
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; returns the text that has become certain."""
-        self.held += self.decoder.decode(self.tokenizer.decode_bytes(token_ids))
+        text = self.decoder.decode(self.tokenizer.decode_bytes(token_ids))
+        if self.drops_space and text:
+            text, self.drops_space = text.removeprefix(" "), False
+        self.held += text
         return self._release(final=False)
 
     def finish(self) -> str:

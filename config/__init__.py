@@ -92,6 +92,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} must lie in [0, 1)")
+        if self.init_from == "":
+            raise UserError("init_from names no run or checkpoint: it is empty")
         if self.learning_rate <= 0:
             raise UserError(f"learning_rate={self.learning_rate} must be above 0")
         if self.min_lr > self.learning_rate:

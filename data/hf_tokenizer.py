@@ -25,6 +25,7 @@ from .tokenizer import Specials, Tokenizer, byte_of_character, run_tiktoken, wel
 
 SPACE = "\u2581"  # how SentencePiece writes it
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+LARGEST_VOCABULARY = 1 << 24  # an id past it is a damaged file's, and a table up to it would fill the memory
 
 
 class HFTokenizer(Tokenizer):
@@ -145,6 +146,8 @@ def token_table(spec: dict) -> tuple[list[bytes], bool]:
     pairs = vocab.items() if isinstance(vocab, dict) else [(token, i) for i, (token, _) in enumerate(vocab)]  # Unigram
     texts = {i: to_bytes(token) for token, i in pairs}
     texts |= {t["id"]: b"" if t["special"] else t["content"].encode("utf-8") for t in spec["added_tokens"]}
+    if max(texts) >= LARGEST_VOCABULARY:
+        raise UserError(f"this tokenizer.json gives a token the id {max(texts)}, beyond any vocabulary")
     return [texts.get(i, b"") for i in range(max(texts) + 1)], leading_space
 
 

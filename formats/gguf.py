@@ -19,7 +19,7 @@ from data import UserError
 from model import ModelConfig
 from rope import rope_frequencies
 
-from .gguf_tokenizer import read_tokenizer
+from .gguf_tokenizer import read_tokenizer, value
 from .interleaved_rope import to_half_split
 from .target import refuse_existing, write_checkpoint
 
@@ -88,12 +88,6 @@ def open_gguf(file: Path):
     return reader
 
 
-def value(reader, key: str, default=None):
-    """A value of the metadata as a Python object, or the default."""
-    field = reader.fields.get(key)
-    return default if field is None else field.contents()
-
-
 class _Keys:
     """The metadata of one architecture, `llama.block_count` and so on, with a record of what was read."""
 
@@ -154,6 +148,8 @@ def read_config(reader) -> ModelConfig:
         rope_scaling=_rope_scaling(keys),
     )
     keys.refuse_unread()
+    if shape["n_layer"] > len(names):  # before so many layers are made, to name their tensors
+        raise UserError(f"the GGUF file has {len(names)} tensors, too few for {shape['n_layer']} layers")
     try:
         config = ModelConfig(**shape)
     except (ValueError, TypeError) as error:

@@ -29,6 +29,15 @@ PRE_TOKENIZERS = {
 }
 
 
+def value(reader, key: str, default=None):
+    """A value of the metadata as a Python object, or the default. UserError for a text that is not UTF-8."""
+    field = reader.fields.get(key)
+    try:
+        return default if field is None else field.contents()
+    except UnicodeDecodeError:
+        raise UserError(f"the GGUF file is damaged: its {key} is not UTF-8 text") from None
+
+
 def read_tokenizer(reader, name: str) -> HFTokenizer:
     """The tokenizer of an open `gguf.GGUFReader`.
 
@@ -37,8 +46,7 @@ def read_tokenizer(reader, name: str) -> HFTokenizer:
     """
 
     def get(key, default=None):
-        field = reader.fields.get(f"tokenizer.ggml.{key}")
-        return default if field is None else field.contents()
+        return value(reader, f"tokenizer.ggml.{key}", default)
 
     model, tokens, types = get("model"), get("tokens"), get("token_type")
     if model not in ("gpt2", "llama"):
@@ -57,13 +65,12 @@ def read_tokenizer(reader, name: str) -> HFTokenizer:
     # llama.cpp's own defaults, where the file is silent: Llama models begin with bos.
     add_bos = get("add_bos_token", model == "llama" or get("pre") == "llama-bpe")
     more_ends = {get("eot_token_id"), get("eom_token_id")} - {None}
-    template = reader.fields.get("tokenizer.chat_template")
     specials = Specials(
         tokens=special,
         bos_id=bos_id,
         add_bos=bool(add_bos) and bos_id is not None,
         stop_ids=stop_ids(special) | more_ends,
-        chat_template=None if template is None else template.contents(),
+        chat_template=value(reader, "tokenizer.chat_template"),
     )
     return from_library(name, library.to_str(), eot_id, specials)
 

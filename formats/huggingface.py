@@ -136,6 +136,8 @@ def _names_in(file) -> list[str]:
 
 def _check_names(files: dict[str, Path], config: ModelConfig, folder: Path) -> torch.dtype:
     """Refuse a folder with other tensors than the config asks for, before anything is written; returns their dtype."""
+    if config.n_layer > len(files):  # before so many layers are made, to name their tensors
+        raise UserError(f"{folder} has {len(files)} tensors, too few for {config.n_layer} layers as in its config.json")
     wanted = {their_name(name) for name in weight_shapes(config)}
     missing = sorted(wanted - files.keys())
     if missing:

@@ -162,7 +162,7 @@ def _read_window(values, kind, where) -> int | None:
 
 def _read_rope(values, length, where) -> tuple[float, str | None, int]:
     """rope_theta, rope_scaling and block_size."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}  # in transformers, too, the first wins
     if not isinstance(given, dict) or any(isinstance(value, (dict, list)) for value in given.values()):
         raise UserError(f"{where} has rotary positions that differ by layer or channel: {given!r}")
     given = {name: value for name, value in given.items() if value is not None}

@@ -76,8 +76,8 @@ def _padded(name, tensor, config):
 
 def refuse_existing(out: str | os.PathLike) -> None:
     """Raise UserError if `out` exists, so that nobody waits for a conversion that cannot be stored."""
-    if os.path.lexists(out):
-        raise UserError(f"{out} exists already: name a new directory, or remove that one first")
+    if os.path.lexists(Path(out)):  # "" is the present folder to Path
+        raise UserError(f"{out or Path(out)} exists already: name a new directory, or remove that one first")
 
 
 @contextmanager

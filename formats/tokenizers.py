@@ -172,13 +172,19 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 
 def _token_text(token: str | dict | None) -> str | None:
-    return token["content"] if isinstance(token, dict) else token
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise UserError(f"tokenizer_config.json must write the tokens that begin and end a text, and has {text!r}")
+    return text
 
 
 def _default_template(template: str | list | None) -> str | None:
     """The template, or of several named ones the one that is used when none is named."""
     if isinstance(template, list):
-        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"the chat_template of tokenizer_config.json is no text but {template!r}")
     return template
 
 
@@ -188,7 +194,10 @@ def _with_added(tokenizer: Tokenizer, library: str, config: dict, names: Iterabl
     Returns its tokenizer.json, the very text it had if there is nothing to add.
     """
     present = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
-    declared = {t["content"]: (int(i), t) for i, t in (config.get("added_tokens_decoder") or {}).items()}
+    try:
+        declared = {t["content"]: (int(i), t) for i, t in (config.get("added_tokens_decoder") or {}).items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UserError("the added_tokens_decoder of tokenizer_config.json is damaged") from None
     flags = ("lstrip", "rstrip", "single_word", "normalized")
     missing = [
         AddedToken(content, special=t.get("special", False), **{flag: t[flag] for flag in flags if flag in t})

@@ -173,6 +173,14 @@ def test_a_damaged_state_is_refused(saved, text):
         checkpoint.load_model(saved)
 
 
+@pytest.mark.parametrize("change", [{"vocab_size": None}, {"rope_scaling": 3}, {"n_layer": "2"}])
+def test_a_state_of_no_model_is_refused(saved, change):
+    state = json.loads((saved / "state.json").read_text(encoding="utf-8"))
+    (saved / "state.json").write_text(json.dumps(state | {"config": state["config"] | change}), encoding="utf-8")
+    with pytest.raises(UserError, match="the checkpoint describes no model"):
+        checkpoint.load_model(saved)
+
+
 def test_weights_of_another_model_are_refused(saved):
     weights = load_file(saved / "model.safetensors")
     save_file(weights | {"norm.weight": torch.zeros(3)}, saved / "model.safetensors")

@@ -2,11 +2,13 @@
 
 import json
 import math
+import shutil
 from dataclasses import asdict
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import checkpoint
 import compare
@@ -147,6 +149,16 @@ def test_a_tokenizer_that_loses_text_is_named(tmp_path, capsys):
         out, err = capsys.readouterr()
         assert json.loads(out)["n_bytes"] == len(text.encode("utf-8"))
         assert (f"the tokenizer of {path} loses some of this text" in err) == noted
+
+
+def test_weights_that_are_not_numbers_have_no_loss(runs, tmp_path):
+    folder = shutil.copytree(runs / "bytes", tmp_path / "bytes")
+    file = folder / "last" / "model.safetensors"
+    weights = load_file(file)
+    weights["norm.weight"][0] = math.nan
+    save_file(weights, file)
+    with pytest.raises(UserError, match="the loss of .*bytes.* is nan: its weights are damaged"):
+        compare.main(["eval", str(folder), "--text", str(runs / "text.txt"), "--json", "--device", "cpu"])
 
 
 def test_refusals(runs, tmp_path):

@@ -251,6 +251,7 @@ def test_a_sentencepiece_tokenizer_is_the_one_it_was(tmp_path, run):
         ({"block_count": None}, "lacks llama.block_count"),
         ({"block_count": 3}, "lacks 9 of its"),
         ({"block_count": 1}, "its configuration does not know"),
+        ({"block_count": 10**6}, "too few for 1000000 layers"),
         ({"attention.head_count": 8}, "has the shape"),
         ({"pre": "tekken"}, "cuts text by 'tekken'"),
         ({"drop": ["model.layers.1.mlp.up_proj.weight"]}, "lacks 1 of its"),
@@ -287,6 +288,9 @@ def test_files_that_break_off_are_refused(tmp_path, run):
         (tmp_path / "cut.gguf").write_bytes(whole[:size])
         code, (error,) = run("gguf", tmp_path / "cut.gguf", tmp_path / "out")
         assert code == 1 and ("breaks off" in error or "not a GGUF file" in error)
+    (tmp_path / "cut.gguf").write_bytes(whole.replace(b"gpt-2", b"gpt\xff2"))
+    code, (error,) = run("gguf", tmp_path / "cut.gguf", tmp_path / "out")
+    assert code == 1 and "tokenizer.ggml.pre is not UTF-8 text" in error
     assert run("gguf", tmp_path / "none.gguf", tmp_path / "out")[0] == 1
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="exists already"):

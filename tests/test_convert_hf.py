@@ -1,5 +1,6 @@
 """Models of transformers in and out: the same logits, the same text, the same bytes after a round trip."""
 
+import copy
 import json
 import shutil
 
@@ -353,6 +354,18 @@ def test_what_config_json_leaves_out_is_as_in_transformers(family):
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"] and ours.rope_scaling is None
 
 
+@pytest.mark.parametrize("outside", [{}, {"rope_theta": 500.0}])
+def test_a_scaling_written_into_a_newer_file_counts(outside):
+    """As the makers of models advise: rope_scaling added by hand, beside the rope_parameters of transformers 5."""
+    shape = dict(vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=32)
+    shape |= outside | {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}
+    shape["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    theirs = transformers.AutoConfig.for_model("llama", **copy.deepcopy(shape)).rope_parameters
+    ours = read_config({"model_type": "llama", **shape}, "config.json")
+    assert (theirs["rope_type"], theirs["factor"]) == ("linear", 2.0) and ours.rope_scaling == "linear:2"
+    assert ours.rope_theta == theirs["rope_theta"]
+
+
 def test_a_window_that_is_switched_off():
     values = json.loads(PUBLISHED["Qwen2.5-0.5B"][1])
     assert read_config(values | {"max_window_layers": 0}, "config.json").sliding_window is None
@@ -396,6 +409,24 @@ def set_config(**changes):
     def change(folder):
         config = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+
+    return change
+
+
+def set_tokenizer_config(**changes):
+    def change(folder):
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def add_token(token_id):
+    def change(folder):
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        content["added_tokens"].append({"id": token_id, "content": "<far>", "special": True, **flags})
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
 
     return change
 
@@ -484,6 +515,11 @@ BAD = {
     "text for number": (set_config(hidden_size="32"), "must give hidden_size as a number"),
     "heads": (set_config(num_key_value_heads=3), "n_kv_head=3 does not divide n_head=4"),
     "lacks key": (set_config(num_hidden_layers="absent"), "must give num_hidden_layers as a number"),
+    "a million layers": (set_config(num_hidden_layers=10**6), "too few for 1000000 layers"),
+    "eos is no text": (set_tokenizer_config(eos_token=5), "and has 5"),
+    "template is no text": (set_tokenizer_config(chat_template=3), "is no text but 3"),
+    "added tokens": (set_tokenizer_config(added_tokens_decoder={"x": {}}), "added_tokens_decoder of"),
+    "vast token id": (add_token(10**9), "the id 1000000000, beyond any vocabulary"),
 }
 
 
@@ -529,6 +565,15 @@ def test_an_existing_output_is_left_alone(save, run, tmp_path):
         code, _, err = run(command, source, tmp_path / "ours")
         assert code == 1 and "exists already" in err
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["mine.txt"]
+
+
+def test_an_output_without_a_name(save, run, tmp_path, monkeypatch):
+    _, folder = save()
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = run("hf", folder, "")
+    assert code == 1 and "error: . exists already" in err and "tensors:" not in err  # before any work
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_tied_model_may_hold_a_copy_and_old_files_their_buffers(save, run, tmp_path):

@@ -751,6 +751,38 @@ def test_reuse_reads_only_what_is_new(monkeypatch):
     assert Engine(model, BYTES).complete([other], Sampling(), 30, seed=3)[0] == done
 
 
+def test_an_interrupt_while_a_prompt_is_read_leaves_nothing_to_reuse(monkeypatch):
+    model = tiny_model(block_size=300)
+    engine, turn = Engine(model, BYTES), list(b"hello there, and then")
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    engine.complete(["something else"], Sampling(), 5, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "prefill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.complete([turn], Sampling(), 30, seed=2, reuse=True)
+    again = engine.complete([turn], Sampling(), 30, seed=2, reuse=True, logprobs=True)
+    assert again == Engine(model, BYTES).complete([turn], Sampling(), 30, seed=2, logprobs=True)
+
+
+def test_more_rows_than_any_memory_are_refused_at_once():
+    for num_samples in (10**9, 10**20):
+        with pytest.raises(UserError, match=f"a KV cache of {num_samples} x 256 tokens needs"):
+            tiny_engine().generate(["a"], num_samples=num_samples, max_new_tokens=5)
+
+
+def test_a_text_from_nothing_loses_the_space_that_its_tokenizer_puts_before_it():
+    tokenizer = ByteTokenizer()
+    tokenizer.leading_space = True
+    cases = (("", (), " hi"), ([], (), " hi"), ("a", (), "  hi"), ("", (" ",), ""), ("", ("h",), " "))
+    for prompt, stop, text in cases:
+        done = Engine(Scripted([*b"  hi", 0]), tokenizer).complete([prompt], GREEDY, 4, stop=stop)[0]
+        assert done.text == text
+    assert Engine(Scripted([*b"  hi", 0]), BYTES).complete([""], GREEDY, 4)[0].text == "  hi"
+
+
 def test_a_draft_model_must_have_the_tokenizer():
     model = tiny_model()
     with pytest.raises(UserError, match="draft model's tokenizer .char. is not the model's .bytes."):

@@ -317,6 +317,11 @@ def test_bytes_that_are_no_text_do_no_harm(folder):
     assert process.returncode == 0 and b"Traceback" not in err and out.startswith(b"caf")
 
 
+def test_a_closed_input_has_no_lines(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # what Python makes of `<&-`
+    assert run("--interactive")[0] == ""
+
+
 def test_weights_cache_and_guesses_may_be_chosen(run, folder):
     """Speculation and a draft model leave the text as it is; eight bits leave the program running."""
     flags = ["--prompt", "abab", "--max_new_tokens", "20", "--seed", "3", "--json", "--logprobs"]
@@ -342,6 +347,8 @@ def test_weights_cache_and_guesses_may_be_chosen(run, folder):
         (["--quant", "int3"], "invalid choice: 'int3'"),
         (["--quant", "int4"], "--quant int4"),
         (["--logprobs"], "add --json"),
+        (["--draft", "out/long", "--speculate", "0"], "--speculate 0 is not to guess"),
+        (["--num_samples", "1" + "0" * 20], "a KV cache of 1"),
     ],
     ids=str,
 )

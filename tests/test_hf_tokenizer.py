@@ -193,6 +193,8 @@ def test_sentencepiece_streams_the_bytes_of_the_text(spm):
     assert b"".join(spm.decode_bytes([i]) for i in ids) == spm.decode_bytes(ids) == b" " + text.encode()
     stream = TextStream(spm)
     assert "".join(stream.feed([i]) for i in ids) + stream.finish() == " " + text
+    stream = TextStream(spm, begins=True)
+    assert "".join(stream.feed([i]) for i in [1, *ids]) + stream.finish() == text
     assert spm.decode(ids) == text and spm.decode([1, *ids, 2]) == text
     library = tokenizers.Tokenizer.from_str(spm.library)
     assert sum(bool(BYTE_TOKEN.fullmatch(library.id_to_token(i))) for i in ids) > 8  # the emoji came byte by byte

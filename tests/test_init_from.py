@@ -99,6 +99,7 @@ def test_who_contradicts_the_checkpoint_is_refused(tune, tmp_path, model):
         ("--n_kv_head=4", "n_kv_head=4 contradicts"),
         ("--tie_embeddings", "tie_embeddings=true contradicts"),
         ("--init_from=nowhere", "nowhere does not exist"),
+        ("--init_from=", "init_from names no run or checkpoint: it is empty"),
     ):
         code, _, err = tune(word)
         assert code == 1 and sentence in err and "Traceback" not in err, err

@@ -5,7 +5,9 @@ import shlex
 
 import pytest
 
+from compare import build_parser as compare_parser
 from config import build, parse_command_line
+from convert import build_parser as convert_parser
 from data.prepare import build_parser as prepare_parser
 from generate import build_parser as generate_parser
 from tests.conftest import ROOT
@@ -41,6 +43,16 @@ def test_torchrun_commands(words, monkeypatch):
 @pytest.mark.parametrize("words", arguments("python generate.py"), ids=" ".join)
 def test_generate_commands(words):
     generate_parser().parse_args(words)
+
+
+@pytest.mark.parametrize("words", arguments("python convert.py"), ids=" ".join)
+def test_convert_commands(words):
+    convert_parser().parse_args(words)
+
+
+@pytest.mark.parametrize("words", arguments("python compare.py"), ids=" ".join)
+def test_compare_commands(words):
+    compare_parser().parse_args(words)
 
 
 @pytest.mark.parametrize("words", arguments("python -m data.prepare"), ids=" ".join)
