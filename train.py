@@ -61,7 +61,6 @@ def train(config, world, device, dtype, saved, saved_at):
     """The run, from `saved` (the state of the checkpoint directory `saved_at`) or from the start (None) to its end."""
     # ---- data -------------------------------------------------------------------------------------------------------
     dataset = open_training_data(config, world)
-    config = config.with_vocab_size(dataset.tokenizer.vocab_size)
     if saved and saved["tokenizer"] != dataset.tokenizer.hash:
         raise UserError(f"dataset {config.dataset!r} has another tokenizer than the checkpoint {saved_at}")
     starts_from = None if saved else config.init_from
@@ -70,6 +69,7 @@ def train(config, world, device, dtype, saved, saved_at):
             f"dataset {config.dataset!r} has another tokenizer than init_from={starts_from}: prepare it with that one, "
             f"python -m data.prepare files PATH... --tokenizer {starts_from}"
         )
+    config = config.with_vocab_size(dataset.tokenizer.vocab_size)
     for val, _ in split_parts(dataset.val):
         if len(val) < 3:
             raise UserError(
