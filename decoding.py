@@ -28,7 +28,7 @@ from kernels.quantize import GROUPS, Weight, dequantize, pack_gate_up, quantize
 from model import ModelConfig, Transformer
 from rope import rope_frequencies
 
-CHUNK = 256  # tokens of a prefill step, and the unit in which the cache grows and a CPU reads it
+CHUNK = 256  # tokens: the unit in which prompts are read and the cache grows, and in which a CPU reads it
 LONG_CHUNK = 4096  # of a prefill step as long as so many tokens are left
 QUANT = (None, "int8", "int4")
 KV = ("auto", "int8")
@@ -337,13 +337,13 @@ class Decoder:
         """Read tokens[start:] into a row of the cache, which holds those before. Nothing is chosen yet: the caller
         keeps the last token of a prompt for the first `step`.
 
-        A GPU takes chunks of two fixed lengths, so that nothing is compiled for a prompt's own; the last one is padded,
-        and what the padding leaves in the cache is overwritten before anything reads it.
+        It is read in pieces of LONG_CHUNK tokens. A GPU pads the last one to whole chunks, so that few shapes occur (no
+        kernel is compiled for any of them); what the padding leaves in the cache is overwritten before it is read.
         """
         ids = torch.tensor(tokens, device=self.device)
         padded = self.device.type == "cuda"
         while start < len(ids):
-            size = LONG_CHUNK if len(ids) - start >= LONG_CHUNK else CHUNK
+            size = min(LONG_CHUNK, whole_chunks(len(ids) - start))
             chunk = ids[start : start + size]
             room = min(size, cache.slots - start) if padded else len(chunk)
             place = torch.tensor([start], dtype=torch.int32, device=self.device)

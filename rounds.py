@@ -21,13 +21,14 @@ from functools import partial
 
 import torch
 
-from decoding import CHUNK, Decoder
+from decoding import CHUNK, Decoder, whole_chunks
 from kernels.flash_decode import turning_points
 from kernels.round import INDEX_BITS, accept, gather, look_up
 from sampling import Sampling, choose, parameters
 
 MAX_DRAFTS = 16
 AHEAD = 2  # rounds in the queue of a GPU while the host reads the one before
+CAPTURED_PROMPT = 4 * CHUNK  # tokens: longer prompts are read by Python's calls
 CATCH_UP = 16  # tokens that a draft model reads at once when it was not asked for a while
 
 
@@ -49,12 +50,10 @@ class Slot:
     def __init__(self, log, logprobs):
         cuda = log.is_cuda
         self.log, self.logprobs = (torch.empty(x.shape, dtype=x.dtype, pin_memory=cuda) for x in (log, logprobs))
-        # When the round had begun, had drafted, had verified, was copied.
-        self.marks = [torch.cuda.Event(enable_timing=True) if cuda else Clock() for _ in range(4)]
+        self.began, self.drafted, self.done = (
+            torch.cuda.Event(enable_timing=True) if cuda else Clock() for _ in range(3)
+        )
         self.drafts = 0
-
-    def seconds(self, first, last):
-        return self.marks[first].elapsed_time(self.marks[last]) / 1e3
 
 
 class Clock:
@@ -99,7 +98,7 @@ class Rounds:
         self.drafts, self.log = zeros(batch, MAX_DRAFTS), zeros(batch, MAX_DRAFTS + 3)
         self.logprobs = zeros(batch, MAX_DRAFTS + 1, dtype=torch.float32)
         self.seen = zeros(batch, vocab_size, dtype=torch.bool)
-        self.prompt, self.origin = zeros(CHUNK, dtype=torch.int64), zeros(1)
+        self.prompt, self.origin = zeros(CAPTURED_PROMPT, dtype=torch.int64), zeros(1)
         self.shift, self.count = zeros(1), torch.arange(MAX_DRAFTS + 1, device=self.device)
         self.ring = [Slot(self.log, self.logprobs) for _ in range(AHEAD + 1)]
         self.pending: deque[Slot] = deque()
@@ -152,14 +151,15 @@ class Rounds:
         return read
 
     def _prefill(self, model, cache, tokens, row, start):
-        """`Decoder.prefill`. A short prompt of the first row is a captured graph too: Python needs ten times as long to
-        call the kernels of a small model as they run."""
-        if not (self.cuda and row == start == 0 and 0 < len(tokens) <= CHUNK <= cache.slots):
+        """`Decoder.prefill`. A short prompt of the first row is a captured graph too, one for each number of chunks:
+        Python needs ten times as long to call the kernels of a small model as they run."""
+        size = whole_chunks(len(tokens))
+        if not (self.cuda and row == start == 0 and 0 < size <= min(CAPTURED_PROMPT, cache.slots)):
             return model.prefill(tokens, cache, row, start)
         self.prompt[: len(tokens)] = torch.tensor(tokens)
-        key = ("prompt", cache is self.draft_cache)
+        key = ("prompt", size, cache is self.draft_cache)
         if key not in self.graphs:
-            self.graphs[key] = self._capture(partial(model.read, self.prompt, self.origin, 0, cache, 0))
+            self.graphs[key] = self._capture(partial(model.read, self.prompt[:size], self.origin, 0, cache, 0))
         self.graphs[key].replay()
 
     def _fill(self, prompts, samples, limits, seeds):
@@ -203,25 +203,24 @@ class Rounds:
             draft = self._ready("draft", drafts) if self.draft is not None and drafts else None
             read = self._ready("read", CATCH_UP) if draft and self.behind else None
             verify = self._ready("verify", drafts)
-            slot.marks[0].record()
+            slot.began.record()
             if read:
                 self._catch_up(read)
+            self.behind = 0 if draft else self.behind + 1
             if draft:
                 draft()
-            self.behind = 0 if draft else self.behind + 1
-            slot.marks[1].record()
+                slot.drafted.record()
             verify()
-            slot.marks[2].record()
             slot.log.copy_(self.log, non_blocking=True)
             if self.with_logprobs:
                 slot.logprobs.copy_(self.logprobs, non_blocking=True)
-            slot.marks[3].record()
+            slot.done.record()
         self.pending.append(slot)
 
     def collect(self) -> Round:
         """The results of the oldest round that was launched; waits for it."""
         slot = self.pending.popleft()
-        slot.marks[3].synchronize()
+        slot.done.synchronize()
         log = slot.log.tolist()
         tokens = [row[2 : 2 + row[0]] for row in log]
         logprobs = None
@@ -229,7 +228,8 @@ class Rounds:
             logprobs = [row[: len(new)] for row, new in zip(slot.logprobs.tolist(), tokens, strict=True)]
         match, self.match = self.match, [row[1] >> INDEX_BITS for row in log]
         self.places = [place + len(new) for place, new in zip(self.places, tokens, strict=True)]
-        return Round(slot.drafts, tokens, logprobs, match, slot.seconds(0, 1), slot.seconds(0, 2))
+        draft_seconds = slot.began.elapsed_time(slot.drafted) / 1e3 if self.draft and slot.drafts else 0.0
+        return Round(slot.drafts, tokens, logprobs, match, draft_seconds, slot.began.elapsed_time(slot.done) / 1e3)
 
     def _on_device(self):
         return torch.cuda.device(self.device) if self.cuda else contextlib.nullcontext()

@@ -64,14 +64,13 @@ def test_chunked_prefill_is_one_shot(kv, monkeypatch):
     ids = ids_of(300)
     caches = {}
     for chunk in (512, 256, 64, 7):
-        monkeypatch.setattr("decoding.CHUNK", chunk)
+        monkeypatch.setattr("decoding.LONG_CHUNK", chunk)
         caches[chunk] = decoder.cache(1, 512, kv)
         decoder.prefill(ids, caches[chunk], 0)
     for chunk in (256, 64, 7):
         for name in ("k", "v"):
             one, many = (getattr(caches[c], name)[..., :300, :].float() for c in (512, chunk))
             torch.testing.assert_close(many, one, rtol=1e-4, atol=1.01 if kv == "int8" else 1e-4)
-    monkeypatch.setattr("decoding.CHUNK", 256)
     resumed = decoder.cache(1, 512, kv)
     decoder.prefill(ids[:100], resumed, 0)
     decoder.prefill(ids, resumed, 0, start=100)
@@ -83,7 +82,7 @@ def test_long_prompts_take_long_chunks(monkeypatch):
     monkeypatch.setattr(Decoder, "read", lambda self, chunk, place, start, *rest: read.append((start, len(chunk))))
     decoder = Decoder.of(tiny_model())
     decoder.prefill(ids, None, 0)
-    assert read == [(0, 4096), (4096, 4096), (8192, 256), (8448, 5)]
+    assert read == [(0, 4096), (4096, 4096), (8192, 261)]
 
 
 def test_prefill_writes_its_row_alone():
