@@ -63,10 +63,10 @@ print(peak - before)
     "line, name", [(b'{"text": "' + b"some text " * 200 + b'"}\n', "a.jsonl"), (b"some text or other\n", "a.txt")]
 )
 def test_a_corpus_need_not_fit_in_memory(tmp_path, line, name):
-    (tmp_path / name).write_bytes(line * (100_000_000 // len(line)))
+    (tmp_path / name).write_bytes(line * (200_000_000 // len(line)))
     command = [sys.executable, "-c", PEAK, name]
     said = subprocess.check_output(command, cwd=tmp_path, env=ENVIRONMENT, text=True, stderr=subprocess.DEVNULL)
-    assert int(said.splitlines()[-1]) < 80 << 10  # KiB; the text alone is 100 MB
+    assert int(said.splitlines()[-1]) < 120 << 10  # KiB; the text alone is 200 MB, what is queued some 60 to 90
 
 
 def test_shards_have_a_bounded_size(tmp_path, monkeypatch):
