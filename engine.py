@@ -77,13 +77,14 @@ class Report:
         """One line for people; `dataclasses.asdict` is for JSON."""
         memory = f", peak memory {self.peak_memory_bytes / 1e9:.2f} GB" if self.peak_memory_bytes else ""
         limit = f" of {self.gpu_read_tb_per_s * 1e3:.0f}" if self.gpu_read_tb_per_s else ""
+        read = f" at {self.prefill_tokens_per_s:.0f} tokens/s" if self.prefill_tokens_per_s else ""
         guessed = ""
         if self.speculation and self.speculation["acceptance"]:
             guessed = f", {self.speculation['tokens_per_pass']:.2f} tokens a round"
         return (
             f"{self.new_tokens} new tokens in {self.seconds:.2f} s: {self.tokens_per_s:.1f} tokens/s "
             f"(first after {self.time_to_first_token_s * 1e3:.0f} ms, then {self.decode_tokens_per_s:.1f} tokens/s"
-            f"{guessed}; prompt of {self.prompt_tokens} at {self.prefill_tokens_per_s:.0f} tokens/s; "
+            f"{guessed}; prompt of {self.prompt_tokens}{read}; "
             f"reading {self.read_tb_per_s * 1e3:.1f}{limit} GB/s; KV cache {self.kv_cache_bytes / 1e6:.1f} MB{memory})"
         )
 

@@ -80,7 +80,7 @@ def build_parser() -> Parser:
     add("--json", action="store_true", help="one JSON object a sample, then one with the report, nothing else")
     scaling = "reach past the positions of the training, and past block_size: linear:2, yarn:4 ... (rope.py has all)"
     add("--rope_scaling", metavar="SPEC", help=scaling)
-    quant = "weights in 8 or 4 bits: less to read, more tokens/s (default: as stored)"
+    quant = "weights in 8 or 4 bits: less memory; on a GPU, int8 is also faster for large models (default: as stored)"
     add("--quant", choices=["int8", "int4"], help=quant)
     add("--kv", choices=KV, default="auto", help="the cache in 8 bits, or in the dtype of activations (auto)")
     guess = f"tokens to guess ahead and check at once, auto or 0 to {MAX_DRAFTS}; the text is the same (default: auto)"

@@ -1,5 +1,6 @@
 """nanoGPT's shakespeare_char shape with this decoder; a minute or two on one GPU.
 
+python -m data.prepare shakespeare --tokenizer char --name shakespeare_char                    downloads it
 python -m data.prepare files PATH/TO/tinyshakespeare.txt --tokenizer char --name shakespeare_char
 """
 

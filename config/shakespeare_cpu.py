@@ -1,5 +1,6 @@
 """Tiny Shakespeare, character by character, in about a minute on two CPU cores.
 
+python -m data.prepare shakespeare --tokenizer char --name shakespeare_char                    downloads it
 python -m data.prepare files PATH/TO/tinyshakespeare.txt --tokenizer char --name shakespeare_char
 """
 

@@ -319,7 +319,7 @@ def _announce(corpus: Corpus, info: dict) -> None:
         if "answer_tokens" in entry:
             share = entry["answer_tokens"] / entry["tokens"]
             print(f"        {entry['answer_tokens']:,} of the tokens ({share:.0%}) are answers: the loss is theirs")
-    print(f"  tokenizer {info['tokenizer']}, {info['vocab_size']:,} ids  content hash {info['hash'][:12]}")
+    print(f"  tokenizer {info['tokenizer']}, {info['vocab_size']:,} ids  dataset hash {info['hash'][:12]}")
 
 
 def _n_cores() -> int:

@@ -272,6 +272,8 @@ def prepare_command(name_or_path: str | os.PathLike) -> str:
     name = os.fspath(name_or_path)
     if name == "stdlib" or name in PUBLIC_SETS:
         return f"python -m data.prepare {name}"
+    if name == "shakespeare_char":  # of the presets so called, whose text and tokenizer are known
+        return f"python -m data.prepare shakespeare --tokenizer char --name {name}"
     return f"python -m data.prepare files PATH... {'--name' if is_plain_name(name) else '--out'} {name}"
 
 

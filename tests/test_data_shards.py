@@ -104,6 +104,7 @@ def test_open_dataset(folder):
     "name, command",
     [
         ("stdlib", "python -m data.prepare stdlib"),
+        ("shakespeare_char", "python -m data.prepare shakespeare --tokenizer char --name shakespeare_char"),
         ("novels", "python -m data.prepare files PATH... --name novels"),
         ("./novels", "python -m data.prepare files PATH... --out ./novels"),
     ],

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 import time
 
 import pytest
@@ -620,6 +621,15 @@ def test_report():
     assert report.peak_memory_bytes is None
     assert f"{report.tokens_per_s:.1f} tokens/s" in str(report) and "\n" not in str(report)
     json.dumps(dataclasses.asdict(report))
+
+
+def test_a_report_says_how_fast_a_prompt_was_read_only_if_one_was():
+    """The last token of a prompt is the first round's: of a prompt of one, nothing is read before."""
+    engine = tiny_engine()
+    list(engine.generate(["a"], Sampling(), 4))
+    assert "; prompt of 1; reading" in str(engine.report)
+    list(engine.generate(["abc"], Sampling(), 4))
+    assert re.search(r"; prompt of 3 at [1-9]\d* tokens/s; reading", str(engine.report))
 
 
 def test_the_report_on_speculation():
