@@ -26,7 +26,7 @@ small: .venv/ready
 test: .venv/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: .venv/ready-dev
 	$(BIN)/python -m pytest -m slow
