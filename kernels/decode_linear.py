@@ -71,7 +71,10 @@ class Tiling:
             return replace(self, block_k=group, slices=slices)
         # Two scales for each thread at least: copies of 2 bytes cannot be asynchronous.
         block_n = max(self.block_n, group // 4)
-        return replace(self, block_n=block_n, block_k=group, slices=max(slices, 64 * self.warps // block_n))
+        slices = max(slices, 64 * self.warps // block_n)
+        # With groups of 128 and sixteen rows of x a fourth step no longer fits into shared memory.
+        stages = min(self.stages, 3) if group > 64 else self.stages
+        return replace(self, block_n=block_n, block_k=group, slices=slices, stages=stages)
 
 
 # A function of the matrix alone, never of x: it decides in which order a row's terms are added. The class of a matrix

@@ -30,6 +30,7 @@ JOBS = (
     + [Job(90, bits, 1, 8, "norm+bias", even=False) for bits in (16, 4)]
     + [Job(90, 8, 0, 8, "residual"), Job(90, 4, 0, 8, "norm+swiglu", 128), Job(90, 32, 0, 16, "norm+swiglu")]
     + [Job(90, 4, 0, 8, "residual", prefetch=True)]
+    + [Job(90, 4, entry, 16, "norm+swiglu", 128) for entry in range(4)]
     + [Job(80, 16, 3, 16, "norm+swiglu"), Job(89, 4, 3, 16, "norm+swiglu")]
 )
 SAMPLERS = ("scan", "pick", "pick without filters")
