@@ -14,7 +14,6 @@ from torch import Tensor
 from kernels.quantize import Weight, dequantize
 
 DECODE_ROWS = 16  # query rows of one matrix product in `flash_decode`; see there
-LINEAR_ROWS = 1  # rows of one matrix product in `decode_linear`; see there
 LINEAR_ELEMENTS = 2**20  # weights that `decode_linear` unpacks at a time: 4 MB in fp32
 
 
@@ -45,16 +44,20 @@ def visible_keys(
     return mask
 
 
-def softmax_and_lse(scores: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Softmax over the last dimension and its log-sum-exp; a row that sees nothing gives zeros and -inf."""
+def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax over the last dimension; a row that sees nothing gives zeros."""
     if mask is None:
-        return scores.softmax(dim=-1), scores.logsumexp(dim=-1)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    seen = mask.any(dim=-1)
+        return scores.softmax(dim=-1)
+    seen = mask.any(dim=-1, keepdim=True)
     # An all -inf row would make softmax 0/0. Give it finite scores, then erase its weights: no NaN either way,
     # in the values or in the gradients.
-    weights = scores.masked_fill(~seen[..., None], 0.0).softmax(dim=-1) * seen[..., None]
-    return weights, scores.detach().logsumexp(dim=-1)
+    return scores.masked_fill(~mask & seen, float("-inf")).softmax(dim=-1) * seen
+
+
+def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Over the last dimension, without gradients; -inf for a row that sees nothing."""
+    scores = scores.detach()
+    return (scores if mask is None else scores.masked_fill(~mask, float("-inf"))).logsumexp(dim=-1)
 
 
 def attention(
@@ -85,10 +88,10 @@ def attention(
     scores = (rows @ k.transpose(-2, -1)).to(torch.promote_types(q.dtype, torch.float32)) * scale
     scores = scores.view(batch, heads_q, tokens_q, tokens_k)
     mask = visible_keys(tokens_q, tokens_k, causal=causal, window=window, doc_start=doc_start, device=q.device)
-    weights, lse = softmax_and_lse(scores, mask)
+    weights = masked_softmax(scores, mask)
     weights = weights.to(v.dtype).view(batch, heads_kv, group * tokens_q, tokens_k)
     out = (weights @ v).view(batch, heads_q, tokens_q, head_dim)
-    return (out, lse.detach()) if return_lse else out
+    return (out, log_sum_exp(scores, mask)) if return_lse else out
 
 
 def flash_decode(
@@ -140,7 +143,7 @@ def flash_decode(
         scores = (rows[:, :, tile] @ k_cache.transpose(-2, -1)).float() * scale
         if k_scale is not None:
             scores = scores * k_scale[:, :, None]
-        weights, _ = softmax_and_lse(scores, mask[:, :, tile])
+        weights = masked_softmax(scores, mask[:, :, tile])
         if v_scale is not None:
             weights = weights * v_scale
         tiles.append(weights.to(v_cache.dtype) @ v_cache)
@@ -212,18 +215,18 @@ def decode_linear(
     RMSNorm (Zhang and Sennrich 2019) divides by the root mean square after the product, which it commutes with, as
     the kernel does. Quantised weights are unpacked a block of rows at a time.
 
-    Rows go through the product LINEAR_ROWS at a time: a product of another height may add its terms in another order,
-    and a token decoded alone would then differ in its last bits from the same token as one of five. A height of 1
-    makes a single row 2 to 5 times faster on a CPU than one padded to 8 rows.
+    Rows go through the product one at a time: a product of another height may add its terms in another order, and a
+    token decoded alone would then differ in its last bits from the same token as one of five. (A fixed height of 8
+    would do too, and makes a single row 2 to 5 times slower on a CPU.)
     """
-    M, (N, K) = x.shape[0], weight.shape
+    N, K = weight.shape
     rows = x if norm is None else (x.float() * norm.float()).to(x.dtype)
-    tiles = F.pad(rows.float(), (0, 0, 0, -M % LINEAR_ROWS)).split(LINEAR_ROWS)
+    tiles = rows.float().split(1)
     step = N if weight.values.dtype == torch.float32 else max(1, LINEAR_ELEMENTS // K)
     blocks = []
     for start in range(0, N, step):
         block = dequantize(weight, slice(start, start + step))
-        blocks.append(torch.cat([F.linear(tile, block) for tile in tiles])[:M])
+        blocks.append(torch.cat([F.linear(tile, block) for tile in tiles]))
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     if norm is not None:
         # Each row's mean alone: a reduction over several rows at once may add in another order.

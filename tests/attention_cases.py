@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 from kernels import flash_attention  # noqa: E402
 from kernels.interpreter import INTERPRETED  # noqa: E402
-from kernels.reference import softmax_and_lse, visible_keys  # noqa: E402
+from kernels.reference import masked_softmax, visible_keys  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Where the exact result is 0 by cancellation (one key: dq = 0), sums in another order leave a few ulp of fp32.
@@ -98,7 +98,7 @@ def textbook(q, k, v, dout, options, dtype, scale_k, backward=True):
     else:
         scores = q @ wide_k.transpose(-2, -1) * scale
     mask = visible_keys(q.shape[2], k.shape[2], device=q.device, **options)
-    out = softmax_and_lse(scores, mask)[0] @ wide_v
+    out = masked_softmax(scores, mask) @ wide_v
     return [out, *torch.autograd.grad(out, (q, k, v), dout.to(dtype))] if backward else [out.detach()]
 
 
