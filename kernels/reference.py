@@ -51,7 +51,8 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     seen = mask.any(dim=-1, keepdim=True)
     # An all -inf row would make softmax 0/0. Give it finite scores, then erase its weights: no NaN either way,
     # in the values or in the gradients.
-    return scores.masked_fill(~mask & seen, float("-inf")).softmax(dim=-1) * seen
+    scores = scores.masked_fill(~mask, float("-inf")).masked_fill(~seen, 0.0)
+    return scores.softmax(dim=-1) * seen
 
 
 def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
