@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 from rounds import Round
 
-CHOICES = (0, 2, 4, 8)
+CHOICES = (0, 1, 3, 7, 15)  # with the newest token 2, 4, 8 and 16: kernels work in tiles of so many rows
 DEBT = 0.02  # of the time so far: the most that drafting in vain may cost
 ADVANTAGE = 1.03  # another k must promise so much more to be taken instead, and any k than plain decoding
+LEARNING, DRIFT = 0.1, 0.04  # how fast a_j follows what is seen, and what is not seen
 PLAIN_FIRST, PLAIN_EVERY = 3, 100  # rounds: t(0) is what all is compared with, and is kept up to date
 MODEL = -1  # in place of a match's length: the drafts come from a smaller model
 FIRST_GUESS = {2: 0.3, 3: 0.5, 4: 0.7, MODEL: 0.7}  # a_j before anything was measured, by where drafts come from
@@ -45,7 +46,7 @@ class AdaptiveDrafts:
         if self.plain_rounds < PLAIN_FIRST or self.since_plain > PLAIN_EVERY or not any(sources):
             return 0
         plain = self.seconds[0]
-        if self.debt > DEBT * self.elapsed + 2 * plain:
+        if self.debt > DEBT * self.elapsed + plain / 2:
             return 0
 
         def goodput(k):
@@ -94,7 +95,10 @@ class AdaptiveDrafts:
             if source:
                 rates = self.acceptance[source]
                 for j in range(min(k, count)):  # drafts 1 .. count - 1 stood, draft `count` did not
-                    rates[j] += 0.1 * ((j < count - 1) - rates[j])
+                    rates[j] += LEARNING * ((j < count - 1) - rates[j])
+                # What was not tried becomes as likely as the last that was: so a larger k is tried again some day.
+                for j in range(k, len(rates)):
+                    rates[j] += DRIFT * (rates[k - 1] - rates[j])
 
 
 class FixedDrafts:

@@ -59,7 +59,8 @@ class Mode:
 
 
 PLAIN = Mode("none", 0)
-MODES = [Mode("draft", 4), Mode("draft", "auto"), Mode("lookup", 8), Mode("lookup", "auto")]
+FIXED = 3
+MODES = [Mode("draft", FIXED), Mode("draft", "auto"), Mode("lookup", 7), Mode("lookup", "auto")]
 
 
 class EveryChoice:
@@ -233,11 +234,11 @@ def exactness(models: Models, new: int, seeds: int) -> dict:
     counts, mixed, wrong = 0, 0, []
     drafters = ["lookup"] + ["draft"] * (models.draft is not None)
     plain = models.engine(PLAIN)
-    engines = {drafter: models.engine(Mode(drafter, 8)) for drafter in drafters}
+    engines = {drafter: models.engine(Mode(drafter, CHOICES[-1])) for drafter in drafters}
     for batch, sampling, seed in product((1, 3), EXACT_SAMPLINGS, range(seeds)):
         chosen = [prompts[(seed + i) % len(prompts)] for i in range(batch)]
         expected = [c.token_ids for c in plain.complete(chosen, sampling, new, seed=seed)]
-        for drafter, drafts in product(drafters, (2, 4, 8)):
+        for drafter, drafts in product(drafters, CHOICES[1:]):
             engine = engines[drafter]
             engine.policy = FixedDrafts(drafts)
             done = [c.token_ids for c in engine.complete(chosen, sampling, new, seed=seed)]
@@ -274,14 +275,14 @@ def projected(measured: dict, decoding: dict) -> list[dict]:
         plain = [row for row in decoding["rows"] if row["quant"] is None and not row["context"] and not row["prefill"]]
         times = {row["model"]: row["replay_us"] for row in plain if row.get("replay_us")}
         draft, target = times["1b"], times["8b"]
-        fixed = [row for row in measured["rows"] if row["mode"] == "draft 4" and row["plain_round_s"]]
+        fixed = [row for row in measured["rows"] if row["mode"] == f"draft {FIXED}" and row["plain_round_s"]]
         longer = mean(row["verify_s"] / row["plain_round_s"] for row in fixed)
     except (KeyError, StatisticsError):
         raise UserError("a projection needs 1b and 8b from bench.decode, and a draft model measured here") from None
-    print(f"a step of 1B takes {draft:.0f} us, one of 8B {target:.0f}, {longer:.2f} times that with 4 drafts")
+    print(f"a step of 1B takes {draft:.0f} us, one of 8B {target:.0f}, {longer:.2f} times that with {FIXED} drafts")
     found = []
     for s in measured["summaries"]:
-        if s["mode"] != "draft 4" or not s["counted"]:
+        if s["mode"] != f"draft {FIXED}" or not s["counted"]:
             continue
         gains, tokens, stands = {}, 1.0, 1.0
         for k, a in enumerate(s["acceptance"], start=1):
@@ -304,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quant", choices=("int8", "int4"), help="of both")
     parser.add_argument("--new", type=int, default=NEW, help="new tokens (default: %(default)s)")
     parser.add_argument(
-        "--seeds", type=int, default=5, help="of the comparison of texts, 48 each (default: %(default)s)"
+        "--seeds", type=int, default=5, help="of the comparison of texts, 64 each (default: %(default)s)"
     )
     what = "files with the output of this program and of bench.decode: what would an 8B gain from a 1B draft?"
     parser.add_argument("--project", nargs=2, metavar="FILE", help=what)

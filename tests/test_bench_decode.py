@@ -114,7 +114,7 @@ def test_loops():
 
 
 def row_of(**changes) -> dict:
-    row = dict(prompt="a", kind="code", temperature=0.0, mode="draft 4", tokens=100, loops=False, plain_seconds=2.0)
+    row = dict(prompt="a", kind="code", temperature=0.0, mode="draft 3", tokens=100, loops=False, plain_seconds=2.0)
     row |= dict(seconds=1.0, speedup=2.0, same=True, draft_s=0.1, verify_s=0.6, plain_round_s=0.5, tokens_per_pass=2.0)
     return row | dict(acceptance=[0.5, 0.5], rounds_by_k={4: 50}) | changes
 
@@ -154,14 +154,14 @@ def test_speculation_is_measured_and_its_texts_compared(two_prompts, capsys):
     options = ["--target", str(GOLDEN), "--draft", str(GOLDEN), "--device", "cpu", "--new", "10", "--seeds", "1"]
     speculate.main(options)
     summary = last_line(capsys)
-    assert summary["exactness"] | {"mixed": 0} == dict(combinations=48, mixed=0, mismatches=0, wrong=[])
+    assert summary["exactness"] | {"mixed": 0} == dict(combinations=64, mixed=0, mismatches=0, wrong=[])
     assert all(row["same"] for row in summary["rows"]) and len(summary["rows"]) == 2 * 2 * 4
-    own = [row for row in summary["rows"] if row["mode"] == "draft 4"]
+    own = [row for row in summary["rows"] if row["mode"] == "draft 3"]
     assert all(row["tokens_per_pass"] > 3 for row in own)  # the model guesses itself
 
 
 def test_another_text_fails(two_prompts, monkeypatch, capsys):
-    wrong = dict(combinations=48, mixed=9, mismatches=1, wrong=[])
+    wrong = dict(combinations=64, mixed=9, mismatches=1, wrong=[])
     monkeypatch.setattr(speculate, "exactness", lambda *_: wrong)
     with pytest.raises(SystemExit, match="1 speculative texts"):
         speculate.main(["--target", str(GOLDEN), "--device", "cpu", "--new", "4"])
@@ -180,7 +180,7 @@ def test_a_wrong_text_is_found(two_prompts, monkeypatch):
     monkeypatch.setattr(Engine, "complete", off_by_one)
     monkeypatch.setattr(speculate, "EXACT_SAMPLINGS", (SAMPLING,))
     found = speculate.exactness(models, 4, 1)
-    assert found["mismatches"] == found["combinations"] == 6
+    assert found["mismatches"] == found["combinations"] == 8
 
 
 def test_a_run_that_is_there_is_not_overwritten(tmp_path, monkeypatch):

@@ -1,8 +1,8 @@
 """Speculation: the text is that of plain decoding, whatever is guessed and however much of it; and it stops when it
 does not pay. On the small golden model, whose draft models are itself in four bits and a smaller one trained here."""
 
-import itertools
 import random
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from decoding import Decoder
 from engine import Engine, Sampling
 from model import ModelConfig, Transformer
 from rounds import Round, Rounds, common_prefix
-from speculation import MODEL, AdaptiveDrafts, FixedDrafts, SpeculationStats
+from speculation import CHOICES, MODEL, AdaptiveDrafts, FixedDrafts, SpeculationStats
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -101,15 +101,15 @@ def test_speculative_text_is_plain_text(golden, small, fates):
     drafters = {"lookup": None, "four bits": (Decoder.of(model, "int4"), tokenizer), "small": (small, tokenizer)}
     counts = {"combinations": 0, "both": 0, "only stood": 0, "only fell": 0, "neither": 0}
     expected = {}
-    for s, prompt in itertools.product(range(len(SAMPLINGS)), range(4)):
+    for s, prompt in product(range(len(SAMPLINGS)), range(4)):
         for seed in range(3):
             done = plain.complete([PROMPTS[prompt]], SAMPLINGS[s], 13, seed=seed)[0]
             expected[s, prompt, seed] = done
     assert len({tuple(row.token_ids) for row in expected.values()}) > 40
-    for (name, draft), k in itertools.product(drafters.items(), (1, 2, 5, 8, None)):
+    for (name, draft), k in product(drafters.items(), (1, 2, 5, 8, None)):
         engine = Engine(model, tokenizer, draft=draft, speculate=k or "auto")
         engine.policy = engine.policy if k else Wandering()
-        for s, batch in itertools.product(range(len(SAMPLINGS)), (1, 2, 4)):
+        for s, batch in product(range(len(SAMPLINGS)), (1, 2, 4)):
             seed = batch % 3
             groups = [list(range(4))[i : i + batch] for i in range(0, 4, batch)]
             for group in groups:
@@ -329,35 +329,51 @@ class Machine:
         return self.tokens / self.elapsed * self.seconds(0) * 1.0175  # the mean of the noise above
 
 
+def tiles(k):
+    """t(k) of a 306M model on an H200 (bench/speculate.py): kernels work in tiles of 4, 8 or 16 rows."""
+    return 1 + 0.03 * (k > 0) + 0.1 * (k > 3) + 0.57 * (k > 7)
+
+
+COSTS = {f"{cost} a draft": lambda k, cost=cost: 1 + cost * k for cost in (0.02, 0.1, 0.3, 1.0)} | {"tiles": tiles}
+
+
 @pytest.mark.parametrize("source", [2, 4, MODEL])
-@pytest.mark.parametrize("cost", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("acceptance", [0.0, 0.05])
 def test_hopeless_text_costs_three_percent_at_most(source, cost, acceptance):
-    for seed in range(10):
-        machine = Machine(lambda k: 1 + cost * k, seed).run(AdaptiveDrafts(), 500, acceptance, source)
-        assert machine.speedup() > 0.97, (seed, machine.speedup())
+    for seed, rounds in product(range(10), (150, 500)):
+        machine = Machine(COSTS[cost], seed).run(AdaptiveDrafts(), rounds, acceptance, source)
+        assert machine.speedup() > 0.97, (seed, rounds, machine.speedup())
 
 
 @pytest.mark.parametrize(
-    ("cost", "acceptance", "least"), [(0.02, 0.9, 4.5), (0.1, 0.8, 2.0), (0.1, 0.6, 1.4), (0.25, 0.8, 1.4)]
+    ("cost", "acceptance", "least"),
+    [
+        ("0.02 a draft", 0.9, 4.5),
+        ("0.1 a draft", 0.8, 2.0),
+        ("0.1 a draft", 0.6, 1.4),
+        ("0.3 a draft", 0.8, 1.3),
+        ("tiles", 0.95, 5.5),
+        ("tiles", 0.7, 2.4),
+    ],
 )
 def test_it_pays_where_it_can(cost, acceptance, least):
     """Within a tenth of the best fixed k."""
     for seed in range(5):
-        best = max((1 - acceptance ** (k + 1)) / (1 - acceptance) / (1 + cost * k) for k in (0, 2, 4, 8))
+        best = max((1 - acceptance ** (k + 1)) / (1 - acceptance) / COSTS[cost](k) for k in CHOICES)
         assert best > least
-        machine = Machine(lambda k: 1 + cost * k, seed).run(AdaptiveDrafts(), 600, acceptance)
+        machine = Machine(COSTS[cost], seed).run(AdaptiveDrafts(), 600, acceptance)
         assert machine.speedup() > 0.9 * best, (machine.speedup(), best)
 
 
 def test_it_changes_its_mind_both_ways():
     policy, machine = AdaptiveDrafts(), Machine(lambda k: 1 + 0.1 * k)
     machine.run(policy, 300, 0.9)
-    assert machine.used[-50:].count(8) > 40
+    assert sum(k >= 7 for k in machine.used[-50:]) > 40
     machine.run(policy, 300, 0.0)
     assert machine.used[-50:].count(0) > 45
     machine.run(policy, 2500, 0.9)
-    assert machine.used[-50:].count(8) > 40
+    assert sum(k >= 7 for k in machine.used[-50:]) > 40
 
 
 def test_without_a_match_nothing_is_guessed():
@@ -365,7 +381,7 @@ def test_without_a_match_nothing_is_guessed():
     assert machine.used == [0] * 100
     policy = AdaptiveDrafts()
     Machine(lambda k: 1 + 0.02 * k).run(policy, 300, 0.9, source=4)
-    assert policy.choose([4], 16) == 8 and policy.choose([4], 5) == 4 and policy.choose([4], 0) == 0
+    assert policy.choose([4], 16) == 15 and policy.choose([4], 5) == 3 and policy.choose([4], 0) == 0
     assert policy.choose([0, 0], 16) == 0
 
 
