@@ -51,7 +51,8 @@ class World:
             if device.index >= torch.cuda.device_count():
                 raise UserError(f"process {device.index} has no GPU: there are {torch.cuda.device_count()}")
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        cuda = device.type == "cuda"
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=device if cuda else None)
         try:
             yield device
         except RuntimeError as error:
