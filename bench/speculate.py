@@ -1,6 +1,6 @@
 """Speculative decoding beside plain decoding: the same text, how much sooner?
 
-    python -m bench.speculate --train 2                     train a target and a draft model on code, then measure
+    python -m bench.speculate --train 3                     train a target and a draft model on code, then measure
     python -m bench.speculate --target out/code_300m --draft out/code_20m
     python -m bench.speculate --target out/smollm2          prompt lookup alone
     python -m bench.speculate --project speculate.txt decode.txt    8B with a 1B draft, by what was measured

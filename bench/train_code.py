@@ -1,7 +1,7 @@
 """A target and a draft model on code, in minutes: what `python -m bench.speculate --train` measures.
 
 python -m bench.train_code              the dataset "code" alone
-python -m bench.train_code --train 2    and both models, side by side, on a GPU each where there are two
+python -m bench.train_code --train 3    and both models, side by side, on a GPU each where there are two
 """
 
 import argparse
@@ -24,7 +24,7 @@ from data.sources import STDLIB_SKIPPED
 
 ROOT = Path(__file__).parent.parent
 TARGET, DRAFT, DATASET = "code_300m", "code_20m", "code"
-PRESET_MINUTES = 2.0  # what the presets' max_steps take on an H200
+PRESET_MINUTES = 3.0  # what the presets' max_steps take on an H200
 
 
 def prepare() -> None:
