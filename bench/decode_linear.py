@@ -1,8 +1,9 @@
 """A few rows times a weight matrix: our kernel in bf16, int8 and int4 beside torch's F.linear, in bytes a second.
 
-    python -m bench.decode_linear                  the table
-    python -m bench.decode_linear --rows 1 8 16    for these numbers of rows
-    python -m bench.decode_linear --sweep          time candidate tilings for kernels/decode_linear.py
+    python -m bench.decode_linear                       the table
+    python -m bench.decode_linear --rows 1 8 16         for these numbers of rows
+    python -m bench.decode_linear --sweep --bits 8 4    time candidate tilings for kernels/quantized_linear.py
+    python -m bench.decode_linear --sweep --bits 16     for ring_linear.py and decode_linear.py
 
 Every call reads another copy of the weights, and the copies are four times the L2 cache, so nothing is read from it.
 Calls are captured into one CUDA graph and replayed: the launch overhead is the GPU's, not the host's. GB/s counts the
@@ -21,8 +22,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from kernels.decode_linear import CLASSES, TABLE, Tiling, class_of, decode_linear, launch
-from kernels.quantize import Weight, quantize
+from kernels import quantized_linear, ring_linear
+from kernels.decode_linear import TABLE, Tiling, class_of, decode_linear, launch
+from kernels.quantize import CHUNK_COLUMNS, Weight, quantize
 
 FORMATS = {16: None, 8: "int8", 4: "int4"}
 
@@ -134,106 +136,143 @@ def table(rows_list: list[int]) -> dict:
     return dict(device=torch.cuda.get_device_name(), read_gb_s=bandwidth / 1e9, rows=results)
 
 
-def candidates(bits: int) -> list[Tiling]:
-    """Tilings worth trying: between 4 and 32 KB of weights a step, 16 to 160 KB on their way in a program."""
-    found = [replace(tiling, prefetch=False) for tiling in TABLE[bits]]
+def entry_of(bits: int, shape: Shape) -> tuple:
+    """Which kernel's table a matrix is looked up in, the class there, and the tiling."""
+    N, K = shape.N, shape.K
+    if bits != 16:
+        index = quantized_linear.class_of(N, K)
+        return "quantized_linear", index, quantized_linear.TABLE[bits][index]
+    if ring_linear.fits(torch.empty(N, K, dtype=torch.bfloat16, device="meta"), None):
+        return "ring_linear", ring_linear.class_of(N, K), ring_linear.tiling_for(N, K)
+    return "decode_linear", class_of(N), TABLE[class_of(N)]
+
+
+def candidates(bits: int, shape: Shape) -> list:
+    """Tilings worth trying for a matrix, of each of the kernels that could take it."""
+    if bits == 16:
+        pipeline = entry_of(bits, shape)[0] == "decode_linear"
+        return ring_candidates(shape)[: 4 if pipeline else None] + (pipeline_candidates() if pipeline else list(TABLE))
+    found = list(quantized_linear.TABLE[bits])
+    ring = quantized_linear.Tiling
+    found += [ring(1, 4, 8, 4), ring(1, 8, 4, 2), ring(1, 8, 8, 4), ring(2, 4, 4, 2), ring(2, 8, 4, 4), ring(2, 16, 2)]
+    if shape.N > 4096:
+        found += [ring(2, 4, 3, 3), ring(4, 2, 2, 2), ring(4, 4, 2, 2), ring(4, 8, 2, 2)]
+    else:
+        found += [ring(1, 4, 4, 4), ring(1, 8, 2, 2), ring(1, 16, 2, 2), ring(1, 16, 4, 4)]
+    return list(dict.fromkeys(found))
+
+
+def ring_candidates(shape: Shape) -> list[ring_linear.Tiling]:
+    """With all of K ahead as long as that leaves registers, and with a queue for a K that is not short."""
+    ring = ring_linear.Tiling
+    queues = [ring(4, 4, 1, 2), ring(2, 4, 1, 4), ring(2, 8, 1, 3), ring(2, 8, 1, 4, 1), ring(2, 8, 1, 4, 2)]
+    queues += [ring(1, 8, 2, 4, 2), ring(1, 16, 1, 4, 2), ring(1, 8, 1, 8, 2), ring(4, 4, 1, 3), ring(4, 8, 1, 2)]
+    whole = []
+    for panels, slices, chunks in itertools.product((1, 2, 4), (4, 8, 16), (1, 2)):
+        tiling = ring(panels, slices, chunks)
+        words = 4 * panels * chunks * ring_linear.constants(tiling, 1, shape.K)["STEPS"]  # of W, in registers
+        if words <= 96 and slices * chunks <= 16:
+            whole.append(tiling)
+    return (queues if shape.K >= 1024 else queues[:2]) + whole
+
+
+def pipeline_candidates() -> list[Tiling]:
+    """Between 4 and 32 KB of weights a step, 16 to 160 KB on their way in a program."""
+    found = list(TABLE)
     for block_n, block_k, slices, warps, stages in itertools.product(
-        (16, 32, 64), (64, 128), (4, 8), (2, 4, 8), (3, 5)
+        (16, 32, 64), (64, 128), (4, 8), (4, 8), (3, 5)
     ):  # fmt: skip
-        step = block_n * block_k * slices * bits // 8
-        x_bytes = (16 if bits < 16 else 8) * block_k * slices * 2  # eight rows, twice beside quantised weights
+        step = block_n * block_k * slices * 2
+        x_bytes = 8 * block_k * slices * 2  # eight rows
         right = 4096 <= step <= 32768 and 16384 <= step * (stages - 1) and (step + x_bytes) * stages <= 180_000
-        # int4: the group takes block_k's place, so that one value of it is enough.
-        right = right and (block_k == 128 if bits == 4 else warps > 2)
         if right and slices >= warps:
             found.append(Tiling(block_n, block_k, slices, warps, stages))
     return list(dict.fromkeys(found))
 
 
-def step_of(bits: int, tiling: Tiling) -> int:
-    """Columns of a step."""
-    tiling = tiling.for_group(64 if bits == 4 else None)
-    return tiling.slices * tiling.block_k
+def variant(bits: int, tiling, K: int):
+    """What of K the compiled code depends on: whether steps divide it, or all of it."""
+    if isinstance(tiling, ring_linear.Tiling):
+        return tuple(ring_linear.constants(tiling, 1, K).items())
+    width = tiling.block_k if isinstance(tiling, Tiling) else CHUNK_COLUMNS[bits]
+    return K % (tiling.slices * width) == 0
 
 
-def compile_tiling(bits: int, tiling: Tiling, shape: Shape) -> str | None:
+def compile_tiling(bits: int, tiling, shape: Shape, rows: int) -> str | None:
     """Into Triton's cache, in a process of its own; why not, if it cannot be."""
-    small = Shape(shape.name, 128, shape.K, shape.fusion)
-    x, options = arguments(small, 1)
+    small = replace(shape, N=128)
+    x, options = arguments(small, rows)
     matrix = torch.randn(128, shape.K, device="cuda", dtype=torch.bfloat16)
-    weight = quantize(matrix, FORMATS[bits])
     try:
-        launch(x, weight, tiling=tiling.for_group(weight.group), **options)
+        launch(x, quantize(matrix, FORMATS[bits]), tiling=tiling, **options)
         torch.cuda.synchronize()
     except triton.errors.TritonError as error:  # too much shared memory
         return str(error).splitlines()[0]
     return None
 
 
-def short(tiling: Tiling) -> str:
-    return ",".join(map(str, astuple(tiling)[:5]))
+def short(tiling) -> str:
+    """A tiling as its numbers."""
+    values = ",".join("-" if value is None else str(value) for value in astuple(tiling)[:5])
+    return ("pipeline " if isinstance(tiling, Tiling) else "") + values
 
 
-def sweep(rows: int) -> dict:
-    """The best tilings of each matrix and format, and for each class of the table the best on average."""
+def sweep(rows: int, formats: list[int]) -> dict:
+    """The best tilings of each matrix and format, and for each class of the tables the best on average."""
     bandwidth = read_bandwidth()
     print(f"{torch.cuda.get_device_name()}, reading alone {bandwidth / 1e9:.0f} GB/s, {rows} rows")
-    # Compiled once for each fusion, and for K that steps divide or do not.
-    shapes = [s for s in SHAPES if not s.name.endswith(("qkv", "head"))] + [s for s in SHAPES if s.name == "8B head"]
-    jobs = {
-        (bits, tiling, shape.fusion, shape.K % step_of(bits, tiling) == 0): (bits, tiling, shape)
-        for shape in shapes
-        for bits in FORMATS
-        for tiling in candidates(bits)
-    }
+    work = [(bits, tiling, shape) for bits in formats for shape in SHAPES for tiling in candidates(bits, shape)]
+    jobs = {(bits, t, s.fusion, variant(bits, t, s.K)): (bits, t, s, rows) for bits, t, s in work}
     with multiprocessing.get_context("spawn").Pool(14) as pool:
-        failed = pool.starmap(compile_tiling, list(jobs.values()), chunksize=4)
-    print(f"{len(jobs)} kernels compiled, {sum(f is not None for f in failed)} do not fit")
+        failed = pool.starmap(compile_tiling, list(jobs.values()), chunksize=2)
+    print(f"{len(jobs)} kernels compiled, {sum(f is not None for f in failed)} do not fit", flush=True)
     results = []
-    for bits, shape in itertools.product(FORMATS, shapes):
+    for bits, shape in itertools.product(formats, SHAPES):
         weights = random_weights(shape, bits)
         x, options = arguments(shape, rows)
         timed = []
-        for tiling in candidates(bits):
-            packed = tiling.for_group(weights[0].group)
-            calls = [lambda w=w: launch(x, w, tiling=packed, **options) for w in weights]  # noqa: B023
+        for tiling in candidates(bits, shape):
+            calls = [lambda w=w: launch(x, w, tiling=tiling, **options) for w in weights]  # noqa: B023
             try:
                 timed.append((seconds(calls, 4), tiling))
             except triton.errors.TritonError:
                 continue
         timed.sort(key=lambda pair: pair[0])
         line = "; ".join(
-            f"{short(t)} {1e6 * s:.2f}us {100 * weights[0].nbytes / s / bandwidth:.0f}%" for s, t in timed[:3]
+            f"{short(t)} {1e6 * s:.2f}us {100 * weights[0].nbytes / s / bandwidth:.0f}%" for s, t in timed[:4]
         )
-        if bits == 16 and shape.fusion == "residual":
-            early = replace(timed[0][1], prefetch=True)
-            calls = [lambda w=w: launch(x, w, tiling=early, **options) for w in weights]  # noqa: B023
-            line += f"; the first with prefetch {1e6 * seconds(calls, 4):.2f}us"
         print(f"{bits:2d} {shape.name:12s} {line}", flush=True)
         results.append((bits, shape, dict((t, s) for s, t in timed)))
         del weights
-    best = {}
-    for bits, index in itertools.product(FORMATS, range(len(CLASSES))):
-        mine = [times for b, shape, times in results if b == bits and class_of(shape.N, shape.K) == index]
+    return dict(device=torch.cuda.get_device_name(), read_gb_s=bandwidth / 1e9, best=best_of_classes(results))
+
+
+def best_of_classes(results: list) -> dict:
+    """For each class of the tables the tilings that lose least to each matrix's own best, on average."""
+    classes, best = {}, {}
+    for bits, shape, times in results:
+        classes.setdefault((bits, *entry_of(bits, shape)), []).append(times)
+    for (bits, kernel, index, now), mine in classes.items():
         both = set.intersection(*(set(times) for times in mine))
         score = {t: statistics.geometric_mean(times[t] / min(times.values()) for times in mine) for t in both}
         ranked = sorted(score, key=score.get)[:4]
-        now = replace(TABLE[bits][index], prefetch=False)
         line = "; ".join(f"{short(t)} {score[t]:.3f}" for t in ranked)
-        print(f"{bits:2d} bits, class {index}: {line}; in the table {short(now)} {score.get(now, float('nan')):.3f}")
-        best[f"{bits}:{index}"] = [astuple(t) for t in ranked]
-    return dict(device=torch.cuda.get_device_name(), read_gb_s=bandwidth / 1e9, best=best)
+        line += f"; in the table {short(now)} {score.get(now, float('nan')):.3f}"
+        print(f"{bits:2d} bits, {kernel}.py, class {index}: {line}")
+        best[f"{bits}:{kernel}:{index}"] = [astuple(t) for t in ranked]
+    return best
 
 
 def main():
     parser = argparse.ArgumentParser(prog="python -m bench.decode_linear", description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1], help="rows of x (default 1)")
     parser.add_argument("--sweep", action="store_true", help="time candidate tilings instead")
+    parser.add_argument("--bits", type=int, nargs="+", choices=FORMATS, default=list(FORMATS), help="formats to sweep")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.decode_linear measures GPU kernels, and there is no GPU here")
     torch.manual_seed(0)
-    print(json.dumps(sweep(options.rows[0]) if options.sweep else table(options.rows)))
+    print(json.dumps(sweep(options.rows[0], options.bits) if options.sweep else table(options.rows)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Between two kernels of a captured graph a GPU loses about a microsecond: the las
 the first of the next are launched. A decoding step of a small model is some hundred kernels of a few microseconds each.
 From Hopper on a kernel may be launched early and wait, in its first instruction, until what came before has finished
 and its results can be seen. Every kernel that does so waits before it lets the next one in, so the order of all is
-kept.
+kept. Ahead of its wait a kernel may read what the one right before it does not write: all before that one is complete.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """

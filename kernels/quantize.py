@@ -12,22 +12,26 @@ bits are better spent on smaller groups. Squared error relative to the weights',
     normal weights      g=64  0.0083  (0.0091)       g=32  0.0069  (0.0077)     in brackets: twice the group,
     Student's t, 5      g=64  0.0150  (0.0161)       g=32  0.0109  (0.0118)     with a zero point
 
-The layout of int4. A byte holds two weights that lie 16 columns apart, inside a block of 32 columns:
+The layout of both is that of the tensor core's left operand, so that what a lane of a warp reads in one load of 16
+bytes is what it multiplies, with nothing to shuffle (kernels/quantized_linear.py draws it). Words of 32 bits
+[panel, chunk, lane, word]; a chunk is 16 rows x 32 bytes, its bytes are
 
-    byte j of a block:   low four bits: q[j] + 8     high four bits: q[j + 16] + 8        j = 0 .. 15
+    int8: column i of 32: q + 128        int4: columns i and i + 32 of 64: low four bits q[i] + 8, high q[i + 32] + 8
 
-so the low halves of a row of bytes are sixteen neighbours, as many as one tensor core instruction multiplies, and the
-kernel takes the two halves to two products without ever shuffling them together. Scales are stored [K / group, N]:
-what one program reads of them, a few groups of many rows, is then contiguous.
+and byte i = 8 j + 4 s + 2 a + k of row 8 m + r goes to word 2 s + m of lane 4 r + j, there to byte 2 k + a. Rows are
+padded to whole panels of 16, columns to whole chunks. The scales of int4 are stored [groups, rows], the sixteen rows of
+a panel in the order 0, 8, 1, 9 ... in which lanes hold them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 GROUPS = (32, 64, 128)
-HALF = 16  # columns between the two weights of a byte
+PANEL = 16  # rows of a chunk
+CHUNK_COLUMNS = {8: 32, 4: 64}  # by the bits of a weight
 CHUNK_ELEMENTS = 2**24  # weights converted at a time: 64 MB for each fp32 copy
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # candidates for a group's scale, relative to no clipping
 
@@ -36,23 +40,25 @@ SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # candidates for a group'
 class Weight:
     """A matrix [N, K] as it is stored: values, and the scales that make numbers of them.
 
-    values: bf16, fp16 or fp32 [N, K]; int8 [N, K]; or, with a group, int8 [N, K / 2], two weights a byte.
-    scales: None; fp32 [N]; or, with a group, bf16 [K / group, N].
+    values: bf16, fp16 or fp32 [N, K]; or int32 [ceil(N / 16), words], in the order described above.
+    scales: None; fp32 [N] with int8; bf16 [groups, 16 ceil(N / 16)] with int4.
+    group: of int4, weights that share a scale.
+    packed_shape: of quantised values, the N and K before padding.
     """
 
     values: Tensor
     scales: Tensor | None = None
     group: int | None = None
+    packed_shape: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        rows, columns = self.values.shape
-        return rows, columns * 2 if self.group else columns
+        return self.packed_shape or tuple(self.values.shape)
 
     @property
     def bits(self) -> int:
         """Bits of one weight, without its share of a scale."""
-        return 4 if self.group else 8 * self.values.element_size()
+        return 8 * self.values.element_size() if self.scales is None else 4 if self.group else 8
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +66,8 @@ class Weight:
         return sum(x.numel() * x.element_size() for x in (self.values, self.scales) if x is not None)
 
     def to(self, device) -> "Weight":
-        return Weight(self.values.to(device), None if self.scales is None else self.scales.to(device), self.group)
+        scales = None if self.scales is None else self.scales.to(device)
+        return replace(self, values=self.values.to(device), scales=scales)
 
 
 def quantize(weight: Tensor, bits: str | None, group: int = 64) -> Weight:
@@ -77,28 +84,62 @@ def quantize(weight: Tensor, bits: str | None, group: int = 64) -> Weight:
         raise ValueError(f"quantize: the weight must be a matrix of floats; got {weight.dtype} {tuple(weight.shape)}")
     if bits is None:
         return Weight(weight)
-    N, K = weight.shape
-    rows = max(1, CHUNK_ELEMENTS // max(1, K))
-    if bits == "int8":
-        values = torch.empty(N, K, dtype=torch.int8, device=weight.device)
-        scales = torch.empty(N, dtype=torch.float32, device=weight.device)
-        for part in (slice(start, start + rows) for start in range(0, N, rows)):
-            values[part], scales[part] = _int8(weight[part].float())
-        packed = Weight(values, scales)
-    elif bits == "int4":
-        if group not in GROUPS or K % group:
-            fits = [g for g in GROUPS if K % g == 0]
-            raise ValueError(f"quantize: int4 groups of {group} do not fit rows of {K}; {fits or 'none'} would")
-        values = torch.empty(N, K // 2, dtype=torch.int8, device=weight.device)
-        scales = torch.empty(K // group, N, dtype=torch.bfloat16, device=weight.device)
-        for part in (slice(start, start + rows) for start in range(0, N, rows)):
-            values[part], scales[:, part] = _int4(weight[part].float(), group)
-        packed = Weight(values, scales, group)
-    else:
+    if bits not in ("int8", "int4"):
         raise ValueError(f"quantize: bits={bits!r} must be 'int8', 'int4' or None")
+    N, K = weight.shape
+    if bits == "int4" and (group not in GROUPS or K % group):
+        fits = [g for g in GROUPS if K % g == 0]
+        raise ValueError(f"quantize: int4 groups of {group} do not fit rows of {K}; {fits or 'none'} would")
+    values = weight.new_empty(-(-N // PANEL), packed_words(K, bits), dtype=torch.int32)
+    if bits == "int8":
+        packed = Weight(values, weight.new_empty(N, dtype=torch.float32), None, (N, K))
+    else:
+        groups = -(-K // CHUNK_COLUMNS[4]) * CHUNK_COLUMNS[4] // group
+        packed = Weight(values, weight.new_zeros(groups, len(values) * PANEL, dtype=torch.bfloat16), group, (N, K))
+    rows = max(1, CHUNK_ELEMENTS // max(1, K * PANEL)) * PANEL
+    for start in range(0, N, rows):
+        _quantize_rows(packed, weight[start : start + rows].float(), start)
     if not packed.scales.isfinite().all():
         raise ValueError("quantize: the weight holds NaN or infinity, which have no place in a few bits")
     return packed
+
+
+def packed_words(K: int, bits: str) -> int:
+    """Words of 32 bits in a panel of 16 rows of K weights."""
+    return -(-K // CHUNK_COLUMNS[4 if bits == "int4" else 8]) * 128
+
+
+def _quantize_rows(packed, w, start):
+    """fp32 [n, K], rows `start` ... of the matrix (a whole number of panels in), into their place in `packed`."""
+    n, K = w.shape
+    panels = slice(start // PANEL, -(-(start + n) // PANEL))
+    padding = (0, -K % CHUNK_COLUMNS[packed.bits], 0, -n % PANEL)
+    if packed.group is None:
+        q, packed.scales[start : start + n] = _int8(w)
+        rows_of_bytes = F.pad(q, padding).view(torch.uint8) + 128
+    else:
+        q, scales = _int4(w, packed.group)  # int8 [n, K], bf16 [n, K / group]
+        halves = F.pad(q, padding).add_(8).view(torch.uint8).unflatten(1, (-1, 2, 32))
+        rows_of_bytes = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+        scales = F.pad(scales, (0, 0, 0, -n % PANEL)).view(-1, 2, PANEL // 2, scales.shape[1])
+        scales = scales.transpose(1, 2).flatten(0, 2)  # the order of lanes
+        packed.scales[: scales.shape[1], start : start + len(scales)] = scales.t()
+    packed.values[panels] = _to_fragments(rows_of_bytes)
+
+
+def _to_fragments(rows: Tensor) -> Tensor:
+    """uint8 [n, bytes], multiples of 16 and 32 -> int32 [n / 16, 4 bytes], the order at the top of this file."""
+    n, width = rows.shape
+    x = rows.view(n // PANEL, 2, 8, width // 32, 4, 2, 2, 2)  # panel, m, r, chunk, j, s, a, k
+    return x.permute(0, 3, 2, 4, 5, 1, 7, 6).reshape(n // PANEL, 16 * width).view(torch.int32)
+
+
+def _from_fragments(values: Tensor) -> Tensor:
+    """The inverse of `_to_fragments`."""
+    x = values.view(len(values), -1, 8, 4, 2, 2)  # panel, chunk, r, j, s, m
+    x = x.permute(0, 5, 2, 1, 3, 4).reshape(len(values) * PANEL, -1)  # words of rows: chunk, j, s
+    middle = ((x >> 8) & 0xFF00) | ((x & 0xFF00) << 8)  # byte 2 k + a -> 2 a + k: these two change places
+    return ((x & ~0xFFFF00) | middle).view(torch.uint8)
 
 
 def _int8(w):
@@ -109,7 +150,7 @@ def _int8(w):
 
 
 def _int4(w, group):
-    """fp32 [n, K] -> int8 [n, K / 2], bf16 [K / group, n]."""
+    """fp32 [n, K] -> int8 [n, K], bf16 [n, K / group]."""
     n, K = w.shape
     w = w.view(n, K // group, group)
     extreme = w.gather(-1, w.abs().argmax(-1, keepdim=True))  # [n, K / group, 1], with its sign
@@ -124,9 +165,7 @@ def _int4(w, group):
         else:
             better = error < best_error
             best_error, best_scale = torch.where(better, error, best_error), torch.where(better, scale, best_scale)
-    q = _round_to_4_bits(w, best_scale).add_(8).to(torch.uint8).view(n, K // (2 * HALF), 2, HALF)
-    packed = q[:, :, 0] | (q[:, :, 1] << 4)  # [n, K / 32, 16]
-    return packed.reshape(n, K // 2).view(torch.int8), best_scale.squeeze(-1).to(torch.bfloat16).t()
+    return _round_to_4_bits(w, best_scale).to(torch.int8).view(n, K), best_scale.squeeze(-1).to(torch.bfloat16)
 
 
 def _round_to_4_bits(w, scale):
@@ -135,16 +174,20 @@ def _round_to_4_bits(w, scale):
 
 def dequantize(weight: Weight, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
     """The numbers that are stored, [N, K] or the given rows of it; exact in fp32."""
-    values = weight.values[rows]
     if weight.scales is None:
-        return values.to(dtype)
+        return weight.values[rows].to(dtype)
+    N, K = weight.shape
+    start, stop, _ = rows.indices(N)
+    panels = slice(start // PANEL, -(-stop // PANEL))
+    wanted = slice(start - panels.start * PANEL, stop - panels.start * PANEL)
+    packed = _from_fragments(weight.values[panels])[wanted]  # [n, bytes]
     if weight.group is None:
-        return (values.float() * weight.scales[rows, None]).to(dtype)
-    n, half = values.shape
-    block = values.view(torch.uint8).view(n, half // HALF, HALF)
-    q = torch.stack((block & 15, block >> 4), dim=2).view(n, -1, weight.group)  # [n, K / group, group]
-    scales = weight.scales[:, rows].t().float()[..., None]
-    return ((q.float() - 8) * scales).view(n, 2 * half).to(dtype)
+        return packed[:, :K].float().sub_(128).mul_(weight.scales[start:stop, None]).to(dtype)
+    packed = packed.unflatten(1, (-1, 1, 32))
+    q = torch.cat((packed & 15, packed >> 4), dim=2).flatten(1).unflatten(1, (-1, weight.group))  # [n, groups, group]
+    scales = weight.scales[:, panels.start * PANEL : panels.stop * PANEL].unflatten(1, (-1, PANEL // 2, 2))
+    scales = scales.transpose(2, 3).flatten(1)[:, wanted].t()  # [n, groups]
+    return q.float().sub_(8).mul_(scales.float()[..., None]).flatten(1)[:, :K].to(dtype)
 
 
 def pack_gate_up(gate: Tensor, up: Tensor) -> Tensor:

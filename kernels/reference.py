@@ -6,12 +6,13 @@ T_q x T_k matrix in memory, which is exactly what FlashAttention avoids; keep it
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.quantize import Weight, dequantize
+from kernels.quantize import PANEL, Weight, dequantize
 
 DECODE_ROWS = 16  # query rows of one matrix product in `flash_decode`; see there
 LINEAR_ELEMENTS = 2**20  # weights that `decode_linear` unpacks at a time: 4 MB in fp32
@@ -180,26 +181,28 @@ def rope_and_cache(
     """Split the fused projection, turn q and k, store k and v; arguments and result as in `kernels.rope_and_cache`."""
     batch, tokens, _ = qkv.shape
     n_kv_head, slots, head_dim = k_cache.shape[1:]
-    heads = qkv.unflatten(2, (n_head + 2 * n_kv_head, head_dim)).transpose(1, 2)
-    q, k, v = heads.split([n_head, n_kv_head, n_kv_head], dim=1)
+    heads = qkv.unflatten(2, (n_head + 2 * n_kv_head, head_dim)).transpose(1, 2)  # [B, heads, T, D]
+    turned, v = heads.split([n_head + n_kv_head, n_kv_head], dim=1)
     if q_norm is not None:
-        q, k = (F.rms_norm(x.float(), (head_dim,), w.float(), eps).to(x.dtype) for x, w in ((q, q_norm), (k, k_norm)))
+        parts = zip(turned.split([n_head, n_kv_head], dim=1), (q_norm, k_norm), strict=True)
+        turned = torch.cat([F.rms_norm(x.float(), (head_dim,), w.float(), eps).to(x.dtype) for x, w in parts], dim=1)
     position = positions[:, None] + torch.arange(tokens, device=qkv.device)  # [B, T]
     angles = position[:, None, :, None].float() * inv_freq
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    left, right = turned.float().chunk(2, dim=-1)
+    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(qkv.dtype)
+    q, k = turned.split([n_head, n_kv_head], dim=1)
 
-    def turn(x: Tensor) -> Tensor:
-        left, right = x.float().chunk(2, dim=-1)
-        return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(x.dtype)
-
-    row, token = torch.nonzero((positions[:, None] >= 0) & (position < slots), as_tuple=True)
-    slot = position[row, token].long()
-    for x, cache, scales in ((turn(k), k_cache, k_scale), (v, v_cache, v_scale)):
-        x = x[row, :, token]
+    for x, cache, scales in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         if scales is not None:
-            x, scales[row, :, slot] = quantize_heads(x)
-        cache[row, :, slot] = x
-    return turn(q)
+            x, scale = quantize_heads(x)
+        for row, start in enumerate(positions.tolist()):
+            if 0 <= start < slots:
+                room = slots - start
+                cache[row, :, start : start + tokens] = x[row, :, :room]
+                if scales is not None:
+                    scales[row, :, start : start + tokens] = scale[row, :, :room]
+    return q
 
 
 def decode_linear(
@@ -216,25 +219,27 @@ def decode_linear(
     RMSNorm (Zhang and Sennrich 2019) divides by the root mean square after the product, which it commutes with, as
     the kernel does. Quantised weights are unpacked a block of rows at a time.
 
-    Rows go through the product one at a time: a product of another height may add its terms in another order, and a
+    Rows go through it one at a time: a product or a mean of another height may add its terms in another order, and a
     token decoded alone would then differ in its last bits from the same token as one of five. (A fixed height of 8
     would do too, and makes a single row 2 to 5 times slower on a CPU.)
     """
     N, K = weight.shape
-    rows = x if norm is None else (x.float() * norm.float()).to(x.dtype)
-    tiles = rows.float().split(1)
-    step = N if weight.values.dtype == torch.float32 else max(1, LINEAR_ELEMENTS // K)
+    rows = (x if norm is None else (x.float() * norm.float()).to(x.dtype)).float()
+    step = N if weight.values.dtype == torch.float32 else max(1, LINEAR_ELEMENTS // (K * PANEL)) * PANEL
     blocks = []
     for start in range(0, N, step):
         block = dequantize(weight, slice(start, start + step))
-        blocks.append(torch.cat([F.linear(tile, block) for tile in tiles]))
+        blocks.append(each_row(lambda row, block=block: F.linear(row, block), rows))
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     if norm is not None:
-        # Each row's mean alone: a reduction over several rows at once may add in another order.
-        squares = torch.stack([row.float().square().mean() for row in x])
-        y = y * torch.rsqrt(squares + eps)[:, None]
+        y = y * torch.rsqrt(each_row(lambda row: row.square().mean(1, keepdim=True), x.float()) + eps)
     if bias is not None:
         y = y + bias.float()
     if swiglu:
         y = F.silu(y[:, 0::2]) * y[:, 1::2]
     return y if residual is None else y + residual.float()
+
+
+def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """function of every row [1, K] of x by itself, one under another."""
+    return function(x) if len(x) == 1 else torch.cat([function(row) for row in x.split(1)])

@@ -1,21 +1,30 @@
 """decode_linear: the kernel in the interpreter against fp64, its plain-torch twin, and quantised weights."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels import reference
-from kernels.decode_linear import CLASSES, FP32, TABLE, Tiling, class_of, decode_linear, launch, tiling_for
-from kernels.quantize import GROUPS, Weight, dequantize, pack_gate_up, quantize
+from kernels.decode_linear import CLASSES, FP32, TABLE, Tiling, decode_linear, launch, tiling_for
+from kernels.quantize import GROUPS, PANEL, Weight, dequantize, pack_gate_up, quantize
 
 triton = pytest.importorskip("triton")
 
+from kernels import quantized_linear, ring_linear, unpack  # noqa: E402
+
 FORMATS = (None, "int8", "int4")
 FUSIONS = ("plain", "norm", "bias", "residual", "swiglu", "all")
-SMALL = Tiling(16, 32, 2, 4, 1)
+SMALL = {
+    None: Tiling(16, 32, 2, 4, 1),
+    "int8": quantized_linear.Tiling(2, 4, 1),
+    "int4": quantized_linear.Tiling(2, 2, 2, unroll=2),
+}
 
 
-def problem(M, N, K, bits, fusion, dtype=torch.float32, seed=0):
+def problem(M, N, K, bits, fusion, dtype=torch.float32, seed=0, group=32):
     """x, Weight and the options of one fusion."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -33,7 +42,7 @@ def problem(M, N, K, bits, fusion, dtype=torch.float32, seed=0):
         options["bias"] = draw(N)
     if fusion in ("residual", "all"):
         options["residual"] = draw(M, N // 2 if swiglu else N)
-    return draw(M, K, scale=2.0), quantize(weight, bits, 32), options
+    return draw(M, K, scale=2.0), quantize(weight, bits, group), options
 
 
 def definition(x, weight, norm, eps, bias, residual, swiglu):
@@ -61,47 +70,94 @@ def test_kernel_against_fp64(bits, fusion):
     # N no multiple of the tile's rows, K no multiple of its step.
     for M, N, K in ((1, 48, 160), (5, 16, 64), (17, 80, 96)):
         x, weight, options = problem(M, N, K, bits, fusion)
-        got = in_interpreter(x, weight, options, SMALL.for_group(weight.group))
+        got = in_interpreter(x, weight, options, SMALL[bits])
         torch.testing.assert_close(got.double(), definition(x, weight, **options), rtol=1e-4, atol=2e-5)
+
+
+def test_launch_takes_the_kernel_of_the_matrix():
+    x, weight, options = problem(3, 48, 96, None, "all", torch.float16)
+    assert tiling_for(weight, options["norm"]) == ring_linear.TABLE[0][2]
+    want = ring_linear.launch(x, weight.values, out=x.new_empty(3, 24), **options)
+    assert torch.equal(in_interpreter(x, weight, options), want)
+    narrower = options | {"norm": options["norm"].float()}  # which that kernel does not take
+    assert tiling_for(weight, narrower["norm"]) == TABLE[0]
+    got = in_interpreter(x, weight, narrower)
+    torch.testing.assert_close(got.double(), definition(x, weight, **narrower), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("bits", FORMATS)
 def test_kernel_in_fp16(bits):
     x, weight, options = problem(5, 48, 96, bits, "all", torch.float16)
-    got = in_interpreter(x, weight, options, SMALL.for_group(weight.group))
+    got = in_interpreter(x, weight, options, SMALL[bits])
     torch.testing.assert_close(got.double(), definition(x, weight, **options), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("bits", FORMATS)
 def test_kernel_with_shipped_tilings(bits):
     x, weight, options = problem(2, 80, 160, bits, "norm")
-    for tiling in TABLE[weight.bits if bits else 16]:
-        got = in_interpreter(x, weight, options, tiling.for_group(weight.group))
+    for tiling in TABLE if bits is None else quantized_linear.TABLE[weight.bits]:
+        got = in_interpreter(x, weight, options, tiling)
         torch.testing.assert_close(got.double(), definition(x, weight, **options), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("K", (128, 384))
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernel_with_groups(group, K):
+    x, weight, options = problem(9, 48, K, "int4", "all", group=group)
+    got = in_interpreter(x, weight, options, SMALL["int4"])
+    torch.testing.assert_close(got.double(), definition(x, weight, **options), rtol=1e-4, atol=2e-5)
 
 
 def test_every_matrix_has_a_class():
     def matrix(N, K, dtype=torch.bfloat16):
         return Weight(torch.empty(N, K, dtype=dtype, device="meta"))
 
-    assert all(len(entries) == len(CLASSES) for entries in TABLE.values())
-    for (N, K), index in {(768, 768): 0, (768, 2048): 1, (2048, 8192): 1, (4096, 14336): 2, (128256, 768): 3}.items():
-        assert class_of(N, K) == index
-        assert tiling_for(matrix(N, K), torch.bfloat16) == TABLE[16][index]
-        assert tiling_for(matrix(N, K), torch.float32) == FP32
+    assert len(TABLE) == len(CLASSES)
+    for (N, K), index in {(4096, 4096): 0, (4096, 14336): 0, (28672, 4096): 1, (128256, 2048): 1}.items():
+        assert tiling_for(matrix(N, K)) == TABLE[index]
+        assert tiling_for(matrix(N, K, torch.float32)) == FP32
+    for N, K in ((768, 768), (50304, 768), (2048, 8192), (16384, 2048)):
+        assert isinstance(tiling_for(matrix(N, K), matrix(1, K).values[0]), ring_linear.Tiling)
+        assert isinstance(tiling_for(matrix(N, K, torch.float16)), ring_linear.Tiling)
+        assert tiling_for(matrix(N, K, torch.float32)) == FP32
+    assert all(len(entries) == len(quantized_linear.CLASSES) for entries in quantized_linear.TABLE.values())
+    for bits in ("int8", "int4"):
+        weight = quantize(torch.randn(48, 128), bits)
+        assert quantized_linear.tiling_for(weight, torch.bfloat16) == quantized_linear.TABLE[weight.bits][0]
+        assert quantized_linear.tiling_for(weight, torch.float32) == quantized_linear.FP32
 
 
 @pytest.mark.parametrize("bits", FORMATS)
 def test_rows_do_not_depend_on_their_number(bits):
-    """Bit for bit among tiles of 8 rows and among tiles of 16. Between the two, NumPy's products add in another order;
-    a GPU's do not (tests/gpu)."""
+    """Bit for bit. NumPy's products of another size add in another order, so here only among tiles of 8 rows and among
+    tiles of 16, and with one panel a program. A GPU's do not (tests/gpu)."""
     x, weight, options = problem(33, 48, 96, bits, "all")
-    tiling = SMALL.for_group(weight.group)
-    for most, fewer in ((8, (1, 2, 5)), (33, (9, 16, 17))):
+    tiling = SMALL[bits] if bits is None else replace(SMALL[bits], panels=1)
+    groups = ((8, (1, 2, 5)), (33, (9, 16, 17))) if bits is None else ((33, (1, 5, 8, 9, 16, 17)),)
+    for most, fewer in groups:
         everything = in_interpreter(x[-most:], weight, options | {"residual": options["residual"][-most:]}, tiling)
         for M in fewer:
             part = options | {"residual": options["residual"][-M:]}
             assert torch.equal(in_interpreter(x[-M:], weight, part, tiling), everything[-M:])
+
+
+@pytest.mark.parametrize("bits", ("int8", "int4"))
+def test_bits_are_the_slices_alone(bits):
+    x, weight, options = problem(3, 80, 384, bits, "all", group=64)
+    first = in_interpreter(x, weight, options, quantized_linear.Tiling(1, 4, 1))
+    for ahead, unroll in ((2, 2), (3, 1), (9, 1)):
+        tiling = quantized_linear.Tiling(1, 4, ahead, unroll)
+        assert torch.equal(in_interpreter(x, weight, options, tiling), first)
+    assert not torch.equal(in_interpreter(x, weight, options, quantized_linear.Tiling(1, 2, 1)), first)
+
+
+@pytest.mark.parametrize("shape", ((16, 64), (65, 96), (50, 320), (48, 640)), ids=str)
+def test_unpacking_kernel(shape):
+    matrix = torch.randn(shape)
+    for bits, group in (("int8", 0), *(("int4", group) for group in GROUPS if shape[1] % group == 0)):
+        weight = quantize(matrix, bits, group)
+        assert torch.equal(unpack.unpacked(weight, torch.float32), dequantize(weight))
+        assert torch.equal(unpack.unpacked(weight, torch.float16), dequantize(weight, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("bits", FORMATS)
@@ -136,7 +192,7 @@ def test_strided_rows_in_place_and_other_dtypes():
     residual = options["residual"].clone()
     for run in (
         lambda **kw: decode_linear(wide[:, 50:146], weight, residual=residual, **kw),
-        lambda out: launch(wide[:, 50:146], weight, None, 1e-5, None, residual, False, out, SMALL),
+        lambda out: launch(wide[:, 50:146], weight, None, 1e-5, None, residual, False, out, SMALL["int8"]),
     ):
         residual.copy_(options["residual"])
         assert run(out=residual) is residual
@@ -152,7 +208,7 @@ def test_int8_is_within_half_a_step():
     assert packed.shape == (96, 256) and packed.bits == 8 and packed.nbytes == 96 * 256 + 96 * 4
     step = w.abs().amax(1, keepdim=True) / 127
     assert ((dequantize(packed) - w).abs() <= 0.501 * step).all()
-    assert packed.values.min() == -127
+    assert stored(packed).min() == 128 - 127
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -175,14 +231,43 @@ def test_int4_error(group):
     assert torch.equal(dequantize(quantize(exact * scale, "int4", group)), exact * scale)
 
 
+def stored(weight):
+    """The bytes of quantised values [N', bytes], by the indices that quantize.py describes, one after another."""
+    panels, words = weight.values.shape
+    rows = torch.zeros(panels * PANEL, words // 4, dtype=torch.uint8)
+    bytes_of_lanes = weight.values.view(torch.uint8).view(panels, words // 128, 32, 4, 4)
+    for m, r, j, s, a, k in itertools.product(range(2), range(8), range(4), range(2), range(2), range(2)):
+        found = bytes_of_lanes[:, :, 4 * r + j, 2 * s + m, 2 * k + a]
+        rows[8 * m + r :: PANEL, 8 * j + 4 * s + 2 * a + k :: 32] = found
+    return rows
+
+
+def test_the_layout_is_the_one_described():
+    w = torch.randn(40, 160)
+    packed = quantize(w, "int8")
+    q = stored(packed)[:40, :160].float() - 128
+    assert torch.equal(q * packed.scales[:, None], dequantize(packed))
+    assert (stored(packed)[40:] == 128).all()
+    packed = quantize(w, "int4", 32)
+    rows = stored(packed).view(48, 3, 32)
+    q = torch.cat((rows & 15, rows >> 4), dim=2).float() - 8  # [N', chunks, 64]
+    order = [8 * (i % 2) + i // 2 for i in range(PANEL)]
+    scales = torch.empty(48, 6)
+    for place, row in enumerate(order):
+        scales[row::PANEL] = packed.scales[:, place::PANEL].t().float()
+    got = q.view(48, 6, 32) * scales[..., None]
+    assert torch.equal(got.flatten(1)[:40, :160], dequantize(packed))
+    assert (got[40:] == 0).all() and (got[:, 5] == 0).all()
+
+
 def test_quantising_in_chunks_is_the_same(monkeypatch):
-    w = torch.randn(50, 128).bfloat16()
+    w = torch.randn(90, 128).bfloat16()
     whole = [quantize(w, bits) for bits in ("int8", "int4")]
-    monkeypatch.setattr("kernels.quantize.CHUNK_ELEMENTS", 128 * 7)
+    monkeypatch.setattr("kernels.quantize.CHUNK_ELEMENTS", 128 * 35)
     for bits, one in zip(("int8", "int4"), whole, strict=True):
         parts = quantize(w, bits)
         assert torch.equal(parts.values, one.values) and torch.equal(parts.scales, one.scales)
-        assert torch.equal(dequantize(one, slice(13, 31)), dequantize(one)[13:31])
+        assert torch.equal(dequantize(one, slice(13, 41)), dequantize(one)[13:41])
 
 
 def test_none_keeps_the_matrix():

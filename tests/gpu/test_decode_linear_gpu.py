@@ -1,22 +1,29 @@
 """decode_linear and the sampling kernel on silicon: bf16, bits that do not depend on the rows beside, CUDA graphs."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from kernels import quantized_linear, ring_linear  # noqa: E402
 from kernels import sample as kernel  # noqa: E402
-from kernels.decode_linear import TABLE, decode_linear, launch, tiling_for  # noqa: E402
+from kernels.decode_linear import TABLE, decode_linear, launch, tiling_for, unpacked  # noqa: E402
 from kernels.quantize import dequantize, quantize  # noqa: E402
 from sampling import Sampling, sample  # noqa: E402
 from tests.test_decode_linear import FORMATS, problem  # noqa: E402
+from tests.test_ring_linear import expected  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 FUSIONS = ("norm", "residual", "all")
-SIZES = [(768, 768), (272, 2112), (4096, 1024), (16384, 576)]  # one for each entry of the table, and ragged ones
+SIZES = [(768, 768), (272, 2112), (4096, 1024), (6144, 576), (16384, 576)]  # of each class, and ragged ones
+MATRICES = {  # of a layer, and the head
+    "124M": [(1280, 768), (768, 768), (4096, 768), (768, 2048), (50304, 768)],
+    "135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
+    "306M": [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072), (8192, 1024)],
+    "1B": [(3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192)],
+    "large": [(6144, 4096), (28672, 4096)],
+}
 TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-5}  # of the largest result
 
 
@@ -40,6 +47,58 @@ def test_against_the_definition_and_bits_by_rows(bits, size):
             for rows in (slice(0, M), slice(33 - M, 33)):
                 part = options if options["residual"] is None else options | {"residual": options["residual"][rows]}
                 assert torch.equal(decode_linear(x[rows], weight, **part, out_dtype=torch.float32), everything[rows])
+
+
+@pytest.mark.parametrize("size", [size for sizes in MATRICES.values() for size in sizes], ids=str)
+def test_matrices_of_models(size):
+    """In bf16, whichever kernel takes them: right, and with the same bits for any number of rows and any place."""
+    x, weight, options = on_gpu(33, *size, None, "all", torch.bfloat16)
+    is_ring = isinstance(tiling_for(weight, options["norm"]), ring_linear.Tiling)
+    assert is_ring == (min(size) < ring_linear.NARROW)
+    everything = decode_linear(x, weight, **options, out_dtype=torch.float32)
+    want = expected(x, weight, options)
+    assert ((everything - want).abs().max() / want.abs().max()).item() < 2e-4
+    for M in range(1, 33):
+        for rows in (slice(0, M), slice(33 - M, 33)):
+            part = options | {"residual": options["residual"][rows]}
+            assert torch.equal(decode_linear(x[rows], weight, **part, out_dtype=torch.float32), everything[rows])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_bits_are_slices_and_chunks_alone(dtype):
+    """Of the kernel for small models: however much of W and of x is ahead, and from wherever rows begin."""
+    x, weight, options = on_gpu(16, 1040, 2048, None, "all", dtype)
+
+    def run(x, tiling, M):
+        part = options | {"residual": options["residual"][:M]}
+        out = torch.full_like(part["residual"], float("nan"), dtype=torch.float32)
+        return launch(x[:M], weight, **part, out=out, tiling=tiling)
+
+    tilings = [ring_linear.Tiling(p, 8, 1, a, b) for p, a, b in ((1, None, 0), (2, 3, 0), (4, 1, 2), (1, 8, 1))]
+    everything = run(x, tilings[0], 16)
+    want = expected(x, weight, options)
+    assert ((everything - want).abs().max() / want.abs().max()).item() < 2e-4
+    wide = torch.full((16, 2049 + 8), float("nan"), device="cuda", dtype=dtype)
+    wide[:, 1:2049] = x
+    for tiling in tilings:
+        for M in (1, 8, 9, 16):
+            assert torch.equal(run(x, tiling, M), everything[:M])
+            assert torch.equal(run(wide[:, 1:2049], tiling, M), everything[:M])
+
+
+@pytest.mark.parametrize("size", ((272, 2112), (16384, 576)), ids=str)
+def test_the_pipeline_with_small_matrices(size):
+    """What small matrices that do not begin at 16 bytes take."""
+    x, weight, options = on_gpu(17, *size, None, "all", torch.bfloat16)
+    place = torch.empty(weight.values.numel() + 1, device="cuda", dtype=torch.bfloat16)
+    moved = quantize(place[1:].view(size).copy_(weight.values), None)
+    assert tiling_for(moved) in TABLE
+    got = decode_linear(x, moved, **options, out_dtype=torch.float32)
+    want = expected(x, weight, options)
+    assert ((got - want).abs().max() / want.abs().max()).item() < 2e-4
+    for M in (1, 8, 9):
+        part = options | {"residual": options["residual"][:M]}
+        assert torch.equal(decode_linear(x[:M], moved, **part, out_dtype=torch.float32), got[:M])
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
@@ -67,8 +126,48 @@ def test_quantising_is_the_same_as_on_the_cpu():
     matrix = torch.randn(300, 512).bfloat16()
     for bits in ("int8", "int4"):
         here, there = quantize(matrix, bits), quantize(matrix.cuda(), bits)
-        same = (here.values == there.values.cpu()).float().mean()
+        same = (here.values.view(torch.uint8) == there.values.cpu().view(torch.uint8)).float().mean()
         assert same > 0.999 and torch.allclose(dequantize(here), dequantize(there).cpu(), atol=0.1)
+
+
+@pytest.mark.parametrize("bits", ("int8", "int4"))
+def test_bits_are_the_slices_alone(bits):
+    """However many panels a program has, and however far ahead it reads."""
+    x, weight, options = on_gpu(16, 1040, 2048, bits, "all", torch.bfloat16)
+
+    def run(M, tiling):
+        part = options | {"residual": options["residual"][:M]}
+        out = torch.full_like(part["residual"], float("nan"), dtype=torch.float32)
+        return launch(x[:M], weight, **part, out=out, tiling=tiling)
+
+    everything = run(16, quantized_linear.Tiling(1, 4, 1))
+    for panels, ahead, unroll in ((1, 8, 4), (2, 3, 3), (4, 2, 1)):
+        for M in (1, 8, 16):
+            assert torch.equal(run(M, quantized_linear.Tiling(panels, 4, ahead, unroll)), everything[:M])
+
+
+def test_every_stored_number_is_unpacked():
+    """All values of 8 and of 4 bits, subnormals of bf16 on the way, in every lane: the rows of an identity bring each
+    weight out of the product alone."""
+    for bits, group in (("int8", 64), ("int4", 32), ("int4", 64), ("int4", 128)):
+        low, high = (-127, 127) if bits == "int8" else (-8, 7)
+        matrix = torch.randint(low, high + 1, (256, 256), device="cuda").float()
+        matrix[:, :: 256 if bits == "int8" else group] = low
+        weight = quantize(matrix, bits, group)
+        assert torch.equal(dequantize(weight), matrix)
+        identity = torch.eye(256, device="cuda", dtype=torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert torch.equal(decode_linear(identity.to(dtype), weight).float(), matrix.t())
+            assert torch.equal(unpacked(weight, dtype).float(), matrix)
+
+
+@pytest.mark.parametrize("shape", ((65, 96), (4096, 2048)), ids=str)
+def test_unpacking_many(shape):
+    matrix = torch.randn(shape, device="cuda")
+    for bits in ("int8", "int4"):
+        weight = quantize(matrix, bits, 32)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert torch.equal(unpacked(weight, dtype), dequantize(weight, dtype=dtype))
 
 
 def test_a_matrix_past_2_to_the_31_elements():
@@ -78,17 +177,16 @@ def test_a_matrix_past_2_to_the_31_elements():
     assert y[0, -1] == 2048 and y[0, :-1].abs().max() == 0
 
 
-@pytest.mark.parametrize("prefetch", (False, True))
-def test_a_chain_in_a_graph(prefetch):
+@pytest.mark.parametrize("bits, pipeline", ((None, False), (None, True), ("int8", False), ("int4", False)))
+def test_a_chain_in_a_graph(bits, pipeline):
     """Each launch reads what the one before wrote, in place; the graph gives the bits of eager launches."""
     x = torch.randn(3, 1024, device="cuda", dtype=torch.bfloat16)
     norm = torch.ones(1024, device="cuda", dtype=torch.bfloat16)
-    weights = [quantize(torch.randn(1024, 1024, device="cuda") / 32, "int8") for _ in range(8)]
+    weights = [quantize(torch.randn(1024, 1024, device="cuda").bfloat16() / 32, bits) for _ in range(8)]
 
     def chain(y):
         for weight in weights:
-            tiling = replace(tiling_for(weight, x.dtype), prefetch=prefetch)
-            y = launch(y, weight, norm, 1e-5, None, y, False, torch.empty_like(y), tiling)
+            y = launch(y, weight, norm, 1e-5, None, y, False, torch.empty_like(y), TABLE[0] if pipeline else None)
         return y
 
     want = chain(x).clone()
@@ -102,14 +200,14 @@ def test_a_chain_in_a_graph(prefetch):
         assert torch.equal(out, want)
 
 
-def test_every_entry_of_the_table_fits_this_gpu():
-    for bits in TABLE:
-        for size in ((4096, 1024), (3072, 2048), (12288, 1024), (16384, 1024)):  # one of each class
-            matrix = torch.randn(*size, device="cuda", dtype=torch.bfloat16)
-            weight = quantize(matrix, {8: "int8", 4: "int4"}.get(bits))
-            for M in (1, 16):
-                x = torch.randn(M, size[1], device="cuda", dtype=torch.bfloat16)
-                assert decode_linear(x, weight, norm=x[0]).isfinite().all()
+@pytest.mark.parametrize("bits", FORMATS)
+def test_every_entry_of_the_table_fits_this_gpu(bits):
+    sizes = ((1024, 1024), (4096, 1024), (2048, 2048), (1024, 3072), (3072, 2048), (16384, 1024), (16384, 2048))
+    for size in (*sizes, (4096, 4096), (16384, 4096)):  # of each class of each table
+        weight = quantize(torch.randn(*size, device="cuda", dtype=torch.bfloat16), bits)
+        for M in (1, 16):
+            x = torch.randn(M, size[1], device="cuda", dtype=torch.bfloat16)
+            assert decode_linear(x, weight, norm=x[0]).isfinite().all()
 
 
 SAMPLINGS = [
@@ -136,7 +234,8 @@ def test_the_same_tokens_as_the_definition(sampling, rows, V, scale):
     )  # fmt: skip
     state = (logits.cuda(), params, seeds.cuda(), positions.cuda())
     seen_there = None if seen is None else seen.cuda()
-    got, logprobs = kernel.choose(*state, seen=seen_there, logprobs=True)
+    got, logprobs = kernel.choose(*state, seen=seen_there, filters=sampling.filters, logprobs=True)
+    assert torch.equal(got, kernel.choose(*state, seen=seen_there))
     want = sample(logits, sampling, seeds, positions, seen)
     assert got.tolist() == want.tolist()
     expected = logits.float().log_softmax(-1).gather(1, want[:, None])[:, 0]
@@ -172,6 +271,6 @@ def test_chi_square():
     draws = 100_000
     params = kernel.parameters(draws, "cuda", temperature=1.2)
     seeds = torch.arange(draws, device="cuda")
-    tokens = kernel.choose(logits.repeat(draws, 1), params, seeds, torch.full_like(seeds, 9), filters=False)
+    tokens = kernel.choose(logits.repeat(draws, 1), params, seeds, torch.full_like(seeds, 9), filters="none")
     expected = (logits / 1.2).softmax(-1) * draws
     assert ((torch.bincount(tokens, minlength=8) - expected) ** 2 / expected).sum() < 24.3  # 99.9%, 7 degrees
