@@ -22,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data import UserError
-from kernels import flash_attention, flash_decode, reference, rope_and_cache
-from kernels.decode_linear import MULTIPLE, decode_linear
-from kernels.quantize import GROUPS, Weight, dequantize, pack_gate_up, quantize
+from kernels import flash_attention, flash_decode, reference, rope_and_attend, rope_and_cache, rope_angles
+from kernels.decode_linear import MULTIPLE, decode_linear, unpacked
+from kernels.flash_decode import why_not_triton
+from kernels.quantize import GROUPS, Weight, pack_gate_up, quantize
 from model import ModelConfig, Transformer
 from rope import rope_frequencies
 
-CHUNK = 256  # tokens: the unit in which prompts are read and the cache grows, and in which a CPU reads it
+CHUNK = 128  # tokens: the unit in which prompts are read and the cache grows
 LONG_CHUNK = 4096  # of a prefill step as long as so many tokens are left
 QUANT = (None, "int8", "int4")
 KV = ("auto", "int8")
@@ -108,23 +109,23 @@ def refuse_too_large(config, batch, slots, device, dtype, kv):
 
 
 def attend(q, k, v, lengths, window, scales) -> Tensor:
-    """`flash_decode`, whose kernel reads of a cache what is filled. On a CPU its plain definition would read all slots,
-    and in another number of them a matrix product may add in another order: there each token gets the chunks that its
-    own position needs."""
+    """`flash_decode`. On a CPU each token goes by itself, over the keys that it sees and no others: its bits depend on
+    its position alone, and PyTorch's attention needs no mask."""
     if q.is_cuda:
         return flash_decode(q, k, v, lengths, window=window, **scales)
-    tokens, out = q.shape[2], torch.zeros_like(q)
+    (_, heads, tokens, head_dim), heads_kv = q.shape, k.shape[1]
+    out = torch.zeros_like(q)
     for row, length in enumerate(lengths.tolist()):
-        last = length
-        while last > max(length - tokens, 0):
-            slots = whole_chunks(last)
-            first = max(length - tokens, slots - CHUNK, 0)  # tokens at first .. last - 1 end in the same chunk
-            here = slice(tokens - length + first, tokens - length + last)
-            part = {name: scale[row : row + 1, :, :slots] for name, scale in scales.items()}
-            args = (x[row : row + 1, :, :slots] for x in (k, v))
-            filled = torch.tensor([last], dtype=torch.int32)
-            out[row : row + 1, :, here] = flash_decode(q[row : row + 1, :, here], *args, filled, window=window, **part)
-            last = first
+        for t in range(max(tokens - length, 0), tokens):
+            last = length - tokens + t + 1
+            seen = slice(max(last - window, 0) if window else 0, last)
+            keys, values = k[row : row + 1, :, seen], v[row : row + 1, :, seen]
+            if scales:
+                keys = (keys * scales["k_scale"][row : row + 1, :, seen, None]).to(q.dtype)
+                values = (values * scales["v_scale"][row : row + 1, :, seen, None]).to(q.dtype)
+            # The query heads that share keys are the queries of one head: all of them see all of these keys.
+            queries = q[row, :, t].contiguous().view(1, heads_kv, heads // heads_kv, head_dim)
+            out[row, :, t] = F.scaled_dot_product_attention(queries, keys, values).view(heads, head_dim)
     return out
 
 
@@ -134,21 +135,17 @@ def spread(x, rows, count) -> Tensor:
 
 
 def linear(x, weight: Weight, **options) -> Tensor:
-    """`decode_linear`, or its plain definition for the odd shape that the kernel does not take."""
-    if not any(size % MULTIPLE for size in weight.shape):
-        return decode_linear(x, weight, **options)
+    """`decode_linear`, or its plain definition on a CPU and for the odd shape that the kernel does not take."""
     if x.is_cuda:
+        if not any(size % MULTIPLE for size in weight.shape):
+            return decode_linear(x, weight, **options)
         warnings.warn(f"a weight of {weight.shape} does not fit the decoding kernel and is slow", stacklevel=2)
     return reference.decode_linear(x, weight, **options).to(x.dtype)
 
 
 def wide_linear(x, weight: Weight, bias=None) -> Tensor:
-    """x W^T + bias for many rows, by PyTorch."""
-    if weight.bits != 8 or x.dtype == torch.float16:
-        return F.linear(x, dequantize(weight, dtype=x.dtype), bias)
-    # The scales of int8 rows can wait until after the product, which saves two passes over W. (fp16 would overflow.)
-    y = (F.linear(x, weight.values.to(x.dtype)) * weight.scales).to(x.dtype)
-    return y if bias is None else y + bias
+    """x W^T + bias for many rows, by PyTorch: a quantised matrix is written out in x's dtype first, for this once."""
+    return F.linear(x, unpacked(weight, x.dtype), bias)
 
 
 def swiglu(x) -> Tensor:
@@ -293,7 +290,8 @@ class Decoder:
         Args:
             x: [B T, C], the embeddings of the tokens, row by row.
             start: int32 [B], where each row's first token stands. Negative positions are not written.
-            lengths: int32 [B], valid tokens of each row's cache, the new ones included.
+            lengths: int32 [B], valid tokens of each row's cache, the new ones included: start + T, or 0 for a row that
+                has ended.
 
         Returns:
             logits [B T, V'], with the columns that pad the vocabulary.
@@ -304,12 +302,20 @@ class Decoder:
             # A GPU carries rows that have ended along. A CPU takes them out of the products, where each costs its time.
             rows = running.repeat_interleave(width).nonzero()[:, 0]
             x = x[rows]
+        angles = None
+        if x.is_cuda and why_not_triton(x.device.index, config.head_dim, x.dtype) is None:
+            angles = rope_angles(start, width, self.inv_freq, self.attention_factor)
         for i, layer in enumerate(self.layers):
             k, v, scales = cache.layer(i)
             qkv = linear(x, layer.qkv, norm=layer.attention_norm, eps=eps, bias=layer.qkv_bias)
             qkv = spread(qkv, rows, width * batch).view(batch, width, -1)
-            q = self._rope_and_cache(layer, qkv, start, k, v, scales)  # [B, H, T, D]
-            y = attend(q, k, v, lengths, config.sliding_window, scales)
+            if angles is not None:
+                norms = dict(q_norm=layer.q_norm, k_norm=layer.k_norm, eps=eps)
+                options = dict(n_head=config.n_head, window=config.sliding_window, **norms, **scales)
+                y = rope_and_attend(qkv, lengths, angles, k, v, **options)  # [B, H, T, D]
+            else:
+                q = self._rope_and_cache(layer, qkv, start, k, v, scales)
+                y = attend(q, k, v, lengths, config.sliding_window, scales)
             y = y.transpose(1, 2).reshape(batch * width, -1)  # [B T, H D]
             y = y if rows is None else y[rows]
             x = linear(y, layer.o, residual=x)
@@ -340,22 +346,23 @@ class Decoder:
         It is read in pieces of LONG_CHUNK tokens. A GPU pads the last one to whole chunks, so that few shapes occur (no
         kernel is compiled for any of them); what the padding leaves in the cache is overwritten before it is read.
         """
-        ids = torch.tensor(tokens, device=self.device)
         padded = self.device.type == "cuda"
+        # From pinned memory: the host goes on while the GPU is busy.
+        ids = torch.tensor(tokens, pin_memory=padded).to(self.device, non_blocking=True)
         while start < len(ids):
             size = min(LONG_CHUNK, whole_chunks(len(ids) - start))
             chunk = ids[start : start + size]
             room = min(size, cache.slots - start) if padded else len(chunk)
-            place = torch.tensor([start], dtype=torch.int32, device=self.device)
+            place = torch.full((1,), start, dtype=torch.int32, device=self.device)
             self.read(F.pad(chunk, (0, room - len(chunk))), place, start, cache, row)
             start += size
 
     @torch.no_grad()
     def read(self, chunk: Tensor, place: Tensor, start: int, cache: Cache, row: int):
-        """Keys and values of `chunk`, int64 [T] at positions start, start + 1 ... of a row, into its cache. `place` is
-        `start` once more, int32 [1] on the device."""
+        """Keys and values of `chunk`, integers [T] at positions start, start + 1 ... of a row, into its cache. `place`
+        is `start` once more, int32 [1] on the device."""
         config, eps, end = self.config, self.config.norm_eps, start + len(chunk)
-        x = self.embed[chunk]  # [T, C]
+        x = F.embedding(chunk, self.embed)  # [T, C]
         for i, layer in enumerate(self.layers):
             k, v, scales = cache.layer(i, row=row)
             h = F.rms_norm(x, layer.attention_norm.shape, layer.attention_norm, eps)

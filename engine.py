@@ -62,7 +62,7 @@ class Report:
     seconds: float  # the whole call, with what the caller did between pieces
     tokens_per_s: float  # new_tokens / seconds
     time_to_first_token_s: float
-    prefill_tokens_per_s: float  # the prompt tokens that were read, by the time until they were
+    prefill_tokens_per_s: float  # the prompt tokens that were read, by the time it took
     decode_tokens_per_s: float  # the tokens after each row's first, by the time after it
     decode_tokens_per_s_per_row: float
     weight_bytes: int  # that a round reads, whatever its rows and drafts
@@ -300,11 +300,11 @@ class Engine:
 
     def _run(self, rounds, prompts, rows, sampling, logprobs, reuse):
         call = self.call = object()
-        start, first, ready = time.perf_counter(), None, None
+        start, first, read = time.perf_counter(), None, None
         samples, device = len(rows) // len(prompts), self.decoder.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        stats, read, active = SpeculationStats(), 0, list(rows)
+        stats, active = SpeculationStats(), list(rows)
         try:
             read = rounds.begin(
                 prompts,
@@ -316,9 +316,6 @@ class Engine:
                 lookup=self.draft is None and self.speculate != 0,
                 reuse=reuse,
             )
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # or the time to queue the prompt would count as the time to read it
-            ready = time.perf_counter()
             while active:
                 missing = max(row.max_new_tokens - row.new_tokens for row in active)  # a round brings one at least
                 while len(rounds.pending) < min(rounds.ahead, missing):
@@ -337,9 +334,9 @@ class Engine:
                 active = [row for row in active if row.finish_reason is None]
         finally:
             if self.call is call:
-                if ready:  # else an interrupt came while the prompt was read
+                if read is not None:  # else an interrupt came while the prompt was read
                     rounds.held = [*prompts[0], *rows[0].ids][:-1]  # the newest token has not been through the model
-                self.report = self._measure(start, ready, first, read, prompts, rows, rounds, stats)
+                self.report = self._measure(start, first, read, prompts, rows, rounds, stats)
 
     def _sources(self, match, active):
         """Where the drafts of each running row come from: the length of a match, or the draft model."""
@@ -351,7 +348,7 @@ class Engine:
         self.policy.observe(done, sources, added)
         stats.observe(done, sources, added)
 
-    def _measure(self, start, ready, first, read, prompts, rows, rounds, stats) -> Report:
+    def _measure(self, start, first, read, prompts, rows, rounds, stats) -> Report:
         end, new = time.perf_counter(), sum(row.new_tokens for row in rows)
         later = sum(max(0, row.new_tokens - 1) for row in rows)
         decode = later / (end - first) if first and later else 0.0
@@ -366,7 +363,7 @@ class Engine:
             seconds=end - start,
             tokens_per_s=new / (end - start),
             time_to_first_token_s=(first or end) - start,
-            prefill_tokens_per_s=read / (ready - start) if ready and read else 0.0,
+            prefill_tokens_per_s=read / rounds.prompt_seconds() if read else 0.0,
             decode_tokens_per_s=decode,
             decode_tokens_per_s_per_row=decode / len(rows),
             weight_bytes=weight_bytes,

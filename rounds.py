@@ -13,6 +13,7 @@ row are cut by the host. A CPU runs the same code at once.
 """
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,15 +21,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from decoding import CHUNK, Decoder, whole_chunks
 from kernels.flash_decode import turning_points
-from kernels.round import INDEX_BITS, accept, gather, look_up
+from kernels.round import INDEX_BITS, accept, gather, look_up, publish
 from sampling import Sampling, choose, parameters
 
 MAX_DRAFTS = 16
 AHEAD = 2  # rounds in the queue of a GPU while the host reads the one before
-CAPTURED_PROMPT = 4 * CHUNK  # tokens: longer prompts are read by Python's calls
+CAPTURED_PROMPT = 8 * CHUNK  # tokens: longer prompts are read by Python's calls
 CATCH_UP = 16  # tokens that a draft model reads at once when it was not asked for a while
 
 
@@ -44,29 +46,7 @@ class Round:
     seconds: float  # of the device, drafts included
 
 
-class Slot:
-    """Where one round's results wait for the host: pinned memory and events on a GPU."""
-
-    def __init__(self, log, logprobs):
-        cuda = log.is_cuda
-        self.log, self.logprobs = (torch.empty(x.shape, dtype=x.dtype, pin_memory=cuda) for x in (log, logprobs))
-        self.began, self.drafted, self.done = (
-            torch.cuda.Event(enable_timing=True) if cuda else Clock() for _ in range(3)
-        )
-        self.drafts = 0
-
-
-class Clock:
-    """torch.cuda.Event for a CPU."""
-
-    def record(self):
-        self.time = time.perf_counter()
-
-    def synchronize(self):
-        pass
-
-    def elapsed_time(self, later) -> float:
-        return (later.time - self.time) * 1e3
+DRAFTS_BEGAN, BEGAN, CATCHING_UP_BEGAN, DONE = range(4)  # columns of the times that a round leaves
 
 
 class Rounds:
@@ -84,7 +64,7 @@ class Rounds:
     def __init__(self, decoder: Decoder, vocab_size: int, batch: int, slots: int, kv: str, draft: Decoder | None):
         self.decoder, self.draft, self.vocab_size = decoder, draft, vocab_size
         self.batch, self.slots, self.device = batch, slots, decoder.device
-        self.turns = turning_points(decoder.config.n_kv_head)
+        self.turns = turning_points(decoder.config.n_kv_head, decoder.config.head_dim)
         self.cuda = self.device.type == "cuda"
         self.ahead = AHEAD if self.cuda else 1  # rounds to keep in the queue
         self.cache = decoder.cache(batch, slots, kv)
@@ -94,15 +74,26 @@ class Rounds:
             return torch.zeros(shape, dtype=dtype, device=self.device)
 
         self.tokens = zeros(batch, slots + MAX_DRAFTS + 1)
-        self.position, self.limit, self.seeds = zeros(batch), zeros(batch), zeros(batch, dtype=torch.int64)
-        self.drafts, self.log = zeros(batch, MAX_DRAFTS), zeros(batch, MAX_DRAFTS + 3)
+        self.state, parts = state_of(batch, self.device)
+        self.seeds, self.position, self.limit, self.turn, self.drafts, self.log, self.params = parts
         self.logprobs = zeros(batch, MAX_DRAFTS + 1, dtype=torch.float32)
         self.seen = zeros(batch, vocab_size, dtype=torch.bool)
-        self.prompt, self.origin = zeros(CAPTURED_PROMPT, dtype=torch.int64), zeros(1)
-        self.shift, self.count = zeros(1), torch.arange(MAX_DRAFTS + 1, device=self.device)
-        self.ring = [Slot(self.log, self.logprobs) for _ in range(AHEAD + 1)]
-        self.pending: deque[Slot] = deque()
-        self.graphs, self.pool, self.behind, self.params = {}, None, 0, None
+        self.origin, self.shift = zeros(1), zeros(1)
+        self.count = torch.arange(MAX_DRAFTS + 1, device=self.device)
+        # Where results wait for the host: in its own memory, where a GPU stores them itself.
+        self.ring = tuple(
+            torch.zeros(AHEAD + 1, *shape, dtype=dtype, pin_memory=self.cuda)
+            for shape, dtype in (
+                (self.log.shape, self.log.dtype),
+                (self.logprobs.shape, self.logprobs.dtype),
+                ((4,), torch.int64),
+            )
+        )
+        self.stamps, self.place = zeros(3, 2, dtype=torch.int64), 0
+        self.done = [torch.cuda.Event() for _ in range(AHEAD + 1)] if self.cuda else None
+        self.reading = [torch.cuda.Event(enable_timing=True) for _ in "12"] if self.cuda else [0.0, 0.0]
+        self.pending: deque[tuple[int, int, int]] = deque()  # drafts, place in the ring, column of when it began
+        self.graphs, self.pool, self.behind = {}, None, 0
         self.held: list[int] = []  # tokens whose keys and values row 0 of the cache has
 
     @torch.no_grad()
@@ -128,9 +119,6 @@ class Rounds:
         """
         self.sampling, self.with_logprobs, self.lookup = sampling, logprobs, lookup
         self.penalty = sampling.repetition_penalty != 1
-        params = parameters(sampling, self.batch * (MAX_DRAFTS + 1), self.device)
-        if params is not None:
-            self.params = params if self.params is None else self.params.copy_(params)  # graphs know where it is
         self.pending.clear()
         self.places, self.limits = [len(p) - 1 for p in prompts for _ in range(samples)], list(limits)
         # What a draft model has not read, or only as a draft of its own, it reads again.
@@ -138,6 +126,8 @@ class Rounds:
         held, self.held = self.held if reuse else [], []
         self.match, read = [0] * self.batch, 0
         with self._on_device():
+            self._mark(0)
+            self._send_text(prompts, samples)
             for i, prompt in enumerate(prompts):
                 row, known = i * samples, len(prompt) - 1
                 start = common_prefix(held, prompt[:-1]) if row == 0 else 0
@@ -145,44 +135,69 @@ class Rounds:
                     if model is not None:
                         first = start if model is self.decoder else max(0, start - unread)
                         self._prefill(model, cache, prompt[:-1], row, first)
-                        cache.copy_row(row, slice(row + 1, row + samples), known)
+                        if samples > 1:
+                            cache.copy_row(row, slice(row + 1, row + samples), known)
                 read += known - start
-            self._fill(prompts, samples, limits, seeds)
+            self._mark(1)
+            self._send_state(seeds)  # a GPU is reading the prompts meanwhile
+            if self.penalty:
+                self.seen.zero_().scatter_(1, self.tokens[:, : max(map(len, prompts))].long(), True)
+            if self.lookup:
+                look_up(self.tokens, self.position, self.log)
+                if not self.cuda:
+                    self.match = [score >> INDEX_BITS for score in self.log[:, 1].tolist()]
         return read
+
+    def prompt_seconds(self) -> float:
+        """How long the last `begin` read, in time of the device; waits for the end of it."""
+        began, ended = self.reading
+        if not self.cuda:
+            return ended - began
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+
+    def _mark(self, end):
+        if self.cuda:
+            self.reading[end].record()
+        else:
+            self.reading[end] = time.perf_counter()
 
     def _prefill(self, model, cache, tokens, row, start):
         """`Decoder.prefill`. A short prompt of the first row is a captured graph too, one for each number of chunks:
-        Python needs ten times as long to call the kernels of a small model as they run."""
+        Python needs ten times as long to call the kernels of a small model as they run. What stands behind the prompt
+        is read as its padding."""
         size = whole_chunks(len(tokens))
         if not (self.cuda and row == start == 0 and 0 < size <= min(CAPTURED_PROMPT, cache.slots)):
             return model.prefill(tokens, cache, row, start)
-        self.prompt[: len(tokens)] = torch.tensor(tokens)
         key = ("prompt", size, cache is self.draft_cache)
         if key not in self.graphs:
-            self.graphs[key] = self._capture(partial(model.read, self.prompt[:size], self.origin, 0, cache, 0))
+            self.graphs[key] = self._capture(partial(model.read, self.tokens[0, :size], self.origin, 0, cache, 0))
         self.graphs[key].replay()
 
-    def _fill(self, prompts, samples, limits, seeds):
+    def _send_text(self, prompts, samples):
+        """Shorter rows repeat their last token, which is seen anyway, up to the length of the longest."""
         longest = max(map(len, prompts))
-        text = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts for _ in range(samples)]
-        self.tokens[:, :longest] = torch.tensor(text, dtype=torch.int32)
-        self.position.copy_(torch.tensor(self.places, dtype=torch.int32))
-        self.limit.copy_(torch.tensor(limits, dtype=torch.int32))
-        self.seeds.copy_(torch.tensor([_int64(seed) for seed in seeds]))
-        self.log.zero_()
-        self.drafts.fill_(-1)
-        if self.penalty:
-            self.seen.zero_()
-            for row in range(self.batch):
-                self.seen[row, torch.tensor(prompts[row // samples], device=self.device)] = True
-        if self.lookup:
-            look_up(self.tokens, self.position, self.log)
-            if not self.cuda:
-                self.match = [score >> INDEX_BITS for score in self.log[:, 1].tolist()]
+        text = [[*prompt, *prompt[-1:] * (longest - len(prompt))] for prompt in prompts for _ in range(samples)]
+        # From pinned memory, or the host would wait for the copy. PyTorch gives the memory to nobody before it is done.
+        text = torch.tensor(text, dtype=torch.int32, pin_memory=self.cuda)
+        self.tokens[:, :longest].copy_(text, non_blocking=True)
+
+    def _send_state(self, seeds):
+        state, parts = state_of(self.batch, pin_memory=self.cuda)
+        its_seeds, position, limit, _, drafts, _, params = parts
+        its_seeds.copy_(torch.tensor([_int64(seed) for seed in seeds]))
+        position.copy_(torch.tensor(self.places))
+        limit.copy_(torch.tensor(self.limits))
+        drafts.fill_(-1)
+        settings = parameters(self.sampling, len(params), self.device)
+        if settings is not None:
+            params.copy_(settings)
+        self.state.copy_(state, non_blocking=True)
+        self.place = 0
 
     def room(self) -> int:
         """Drafts for which every running row surely has slots in the cache, whatever the rounds in the queue bring."""
-        queued = sum(slot.drafts + 1 for slot in self.pending)
+        queued = sum(drafts + 1 for drafts, *_ in self.pending)
         running = [min(place + queued, limit - 1) for place, limit in zip(self.places, self.limits, strict=True)]
         return self.slots - 1 - max(running)
 
@@ -195,41 +210,37 @@ class Rounds:
     @torch.no_grad()
     def launch(self, drafts: int):
         """Start a round with so many drafts; `collect` has its results."""
-        slot = self.ring[0]
-        self.ring = [*self.ring[1:], slot]
-        slot.drafts = drafts
         with self._on_device():
-            # Captured before the clock starts: a graph that is new takes a while.
+            # Captured before any of it runs: a graph that is new takes a while.
             draft = self._ready("draft", drafts) if self.draft is not None and drafts else None
             read = self._ready("read", CATCH_UP) if draft and self.behind else None
             verify = self._ready("verify", drafts)
-            slot.began.record()
             if read:
                 self._catch_up(read)
             self.behind = 0 if draft else self.behind + 1
             if draft:
                 draft()
-                slot.drafted.record()
             verify()
-            slot.log.copy_(self.log, non_blocking=True)
-            if self.with_logprobs:
-                slot.logprobs.copy_(self.logprobs, non_blocking=True)
-            slot.done.record()
-        self.pending.append(slot)
+            if self.cuda:
+                self.done[self.place].record()
+        self.pending.append((drafts, self.place, CATCHING_UP_BEGAN if read else DRAFTS_BEGAN if draft else BEGAN))
+        self.place = (self.place + 1) % len(self.ring[0])
 
     def collect(self) -> Round:
         """The results of the oldest round that was launched; waits for it."""
-        slot = self.pending.popleft()
-        slot.done.synchronize()
-        log = slot.log.tolist()
+        drafts, place, first = self.pending.popleft()
+        if self.cuda:
+            self.done[place].synchronize()
+        log, chances, times = (x[place] for x in self.ring)
+        log, times = log.tolist(), times.tolist()
         tokens = [row[2 : 2 + row[0]] for row in log]
         logprobs = None
         if self.with_logprobs:
-            logprobs = [row[: len(new)] for row, new in zip(slot.logprobs.tolist(), tokens, strict=True)]
+            logprobs = [row[: len(new)] for row, new in zip(chances.tolist(), tokens, strict=True)]
         match, self.match = self.match, [row[1] >> INDEX_BITS for row in log]
         self.places = [place + len(new) for place, new in zip(self.places, tokens, strict=True)]
-        draft_seconds = slot.began.elapsed_time(slot.drafted) / 1e3 if self.draft and slot.drafts else 0.0
-        return Round(slot.drafts, tokens, logprobs, match, draft_seconds, slot.began.elapsed_time(slot.done) / 1e3)
+        draft_seconds, seconds = ((times[end] - times[first]) / 1e9 for end in (BEGAN, DONE))
+        return Round(drafts, tokens, logprobs, match, draft_seconds, seconds)
 
     def _on_device(self):
         return torch.cuda.device(self.device) if self.cuda else contextlib.nullcontext()
@@ -240,7 +251,7 @@ class Rounds:
         """The drafts and the newest token through the model, and what stands of them."""
         width = drafts + 1
         match = self.log[:, 1] if self.lookup and drafts else None
-        x, start, lengths, seeds, positions = self._gather(self.decoder, width, match=match)
+        x, start, lengths, seeds, positions = self._gather(self.decoder, width, match=match, stamp=self.stamps[BEGAN])
         logits = self.decoder.step(x, start, lengths, self.cache)[:, : self.vocab_size]  # [B T, V]
         seen = self._seen(width).flatten(0, 1) if self.penalty else None
         chosen, logprobs = self._choose(logits, seeds, positions, seen, self.with_logprobs)
@@ -253,13 +264,15 @@ class Rounds:
             self.seen.scatter_(1, torch.where(kept, chosen, self._newest()), True)
         if self.lookup:
             look_up(self.tokens, self.position, self.log)
+        publish(self.log, self.logprobs if self.with_logprobs else None, self.stamps, self.turn, self.ring)
 
     def _draft(self, drafts):
         """The smaller model's own text, one token after another. Its first step takes two tokens: when all drafts of
         the last round stood it has not read the last of them, and reading one twice changes nothing."""
         for j in range(drafts):
             width, first = (1, j) if j else (2, -1)
-            x, start, lengths, *noise = self._gather(self.draft, width, first=first)
+            stamp = None if j else self.stamps[DRAFTS_BEGAN]
+            x, start, lengths, *noise = self._gather(self.draft, width, first=first, stamp=stamp)
             logits = self.draft.step(x, start, lengths, self.draft_cache).view(self.batch, width, -1)
             seeds, positions = (n.view(-1, width)[:, -1].contiguous() for n in noise)
             seen = self._seen(j + 1)[:, -1] if self.penalty else None
@@ -267,7 +280,7 @@ class Rounds:
 
     def _read(self, width):
         """The smaller model reads tokens that it was not asked about."""
-        x, start, lengths, *_ = self._gather(self.draft, width, shift=self.shift)
+        x, start, lengths, *_ = self._gather(self.draft, width, shift=self.shift, stamp=self.stamps[CATCHING_UP_BEGAN])
         self.draft.step(x, start, lengths, self.draft_cache)
 
     def _gather(self, model, width, **options):
@@ -281,8 +294,7 @@ class Rounds:
             read()
 
     def _choose(self, logits, seeds, positions, seen, logprobs=False):
-        params = None if self.params is None else self.params[: len(logits)]
-        return choose(logits, self.sampling, params, seeds, positions, seen, logprobs)
+        return choose(logits, self.sampling, self.params[: len(logits)], seeds, positions, seen, logprobs)
 
     def _newest(self):
         return self.tokens.gather(1, self.position[:, None].long()).long()  # [B, 1]
@@ -304,7 +316,7 @@ class Rounds:
         work = partial({"verify": self._verify, "draft": self._draft, "read": self._read}[part], size)
         if not self.cuda:
             return work
-        key = (part, size, self.sampling.has_filters, self.penalty, self.with_logprobs, self.lookup)
+        key = (part, size, self.sampling.filters, self.penalty, self.with_logprobs, self.lookup)
         if key not in self.graphs:
             self.graphs[key] = self._capture(work)
         return self.graphs[key].replay
@@ -312,7 +324,7 @@ class Rounds:
     def _capture(self, work):
         """A graph of `work`. It runs first, on rows that count as ended: so nothing moves, and every kernel is compiled
         and has made what it keeps."""
-        limit = self.limit.clone()
+        limit, turn = self.limit.clone(), self.turn.clone()
         self.limit.fill_(-1)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -324,7 +336,22 @@ class Rounds:
         with torch.cuda.graph(graph, pool=self.pool):
             work()
         self.limit.copy_(limit)
+        self.turn.copy_(turn)
         return graph
+
+
+def state_of(batch: int, device="cpu", pin_memory: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """What a call sets before its first round, as one piece of memory, so that one copy brings it: int32 [n] of zeros,
+    and its parts: seeds, position, limit, turn, drafts, log (kernels/round.py), params (sampling.py)."""
+    integers = ((batch,), (batch,), (1,), (batch, MAX_DRAFTS), (batch, MAX_DRAFTS + 3))
+    shapes = [((batch,), torch.int64), *((shape, torch.int32) for shape in integers)]
+    shapes += [((batch * (MAX_DRAFTS + 1), 5), torch.float32)]
+    words = [math.prod(shape) * dtype.itemsize // 4 for shape, dtype in shapes]
+    room = [-(-n // 32) * 32 for n in words]  # each begins where a line of the cache does
+    state = torch.zeros(sum(room), dtype=torch.int32, device=device, pin_memory=pin_memory)
+    pieces = zip(state.split(room), words, shapes, strict=True)
+    parts = [piece[:n].view(dtype).view(shape) for piece, n, (shape, dtype) in pieces]
+    return state, parts
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -54,9 +54,15 @@ class Sampling:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0 (1 is none)")
 
     @property
-    def has_filters(self) -> bool:
-        """Whether any token may be ruled out."""
-        return self.top_k is not None or (self.top_p or 1) < 1 or bool(self.min_p)
+    def filters(self) -> str:
+        """The kind of filters in use, as `kernels.sample.choose` tells them apart."""
+        if self.temperature < GREEDY_BELOW:
+            return "none"
+        if self.top_k is not None:
+            return "few" if sample_kernel and self.top_k <= sample_kernel.FEW else "any"
+        if (self.top_p or 1) < 1:
+            return "top_p"
+        return "min_p" if self.min_p else "none"
 
 
 def penalise(logits, seen, penalty):
@@ -153,23 +159,28 @@ def log_probabilities(logits, tokens):
     return logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
+def has_kernel(device) -> bool:
+    return torch.device(device).type == "cuda" and sample_kernel is not None
+
+
 def parameters(sampling: Sampling, rows: int, device):
-    """What the kernel behind `choose` reads of a Sampling, fp32 [rows, 5]; None where there is no such kernel."""
-    if torch.device(device).type != "cuda" or sample_kernel is None:
+    """What the kernel behind `choose` reads of a Sampling, fp32 [rows, 5] of the host's memory; None where `device` has
+    no such kernel."""
+    if not has_kernel(device):
         return None
-    return sample_kernel.parameters(rows, device, **asdict(sampling))
+    return sample_kernel.parameters(rows, "cpu", **asdict(sampling))
 
 
 def choose(logits, sampling: Sampling, params, seeds, positions, seen=None, logprobs: bool = False):
     """`sample`, and the log-probabilities of the tokens if asked (else None). params: of `parameters`.
 
     A GPU has a kernel for it, which reads `params` in place of `sampling`, so that a CUDA graph of it serves every
-    setting with the same `has_filters`. Elsewhere rows go one by one: an elementwise function may end a long tensor
+    setting with the same `filters`. Elsewhere rows go one by one: an elementwise function may end a long tensor
     with other instructions than it began it with, and a row's noise would depend on how many rows stand before it.
     """
-    if params is not None:
-        filters = sampling.has_filters
-        chosen = sample_kernel.choose(logits, params, seeds, positions, seen=seen, filters=filters, logprobs=logprobs)
+    if has_kernel(logits.device):
+        options = dict(seen=seen, filters=sampling.filters, logprobs=logprobs)
+        chosen = sample_kernel.choose(logits, params, seeds, positions, **options)
         return chosen if logprobs else (chosen, None)
     rows = [slice(row, row + 1) for row in range(len(logits))]
     tokens = torch.cat(

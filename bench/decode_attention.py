@@ -25,7 +25,7 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import flash_decode
-from kernels.flash_decode import RUN, Chunks, Plan, launch, plan_for, programs_that_fit
+from kernels.flash_decode import TURNS, Chunks, Plan, launch, plan_for, programs_that_fit
 
 DTYPE = torch.bfloat16
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}
@@ -59,17 +59,18 @@ SHAPES += [Shape(32, 8, 128, n, n, int8=True) for n in LENGTHS]
 SHAPES += [Shape(32, 8, 128, 131072, n) for n in (200, 8192)]  # what an almost empty cache costs
 SHAPES += [Shape(32, 8, 128, 8192, 8192, tokens=5), Shape(32, 8, 128, 8192, 8192, batch=8)]
 QUICK = [Shape(32, 8, 128, 8192, 8192), Shape(32, 1, 128, 131072, 131072)]
-SWEEP = [Shape(32, 8, 128, n, n) for n in (1024, 8192, 32768, 131072)]
-SWEEP += [Shape(32, 1, 128, 131072, 131072), Shape(12, 4, 64, 1024, 1024), Shape(32, 8, 128, 131072, 131072, int8=True)]
+SWEEP = [Shape(32, 8, 128, n, n) for n in (1024, 8192, 32768, 131072)] + [Shape(32, 8, 128, 8192, 8192, tokens=5)]
+SWEEP += [Shape(32, 1, 128, n, n) for n in (8192, 131072)] + [Shape(12, 4, 64, n, n) for n in (1024, 8192)]
+SWEEP += [Shape(32, 8, 128, 131072, 131072, int8=True)]
 
 
 class Inputs:
     """A query, and as many caches of a shape as exceed four times the L2 cache together."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: Shape, copies: int | None = None):
         self.shape = shape
         l2 = torch.cuda.get_device_properties(0).L2_cache_size
-        self.copies = max(2, math.ceil(4 * l2 / shape.bytes_read()))
+        self.copies = copies or max(2, math.ceil(4 * l2 / shape.bytes_read()))
         # Each copy begins where the used part of the one before it ends.
         size = (shape.batch, shape.n_kv_head, shape.slots + (self.copies - 1) * shape.length, shape.head_dim)
         options = dict(device="cuda", generator=torch.Generator("cuda").manual_seed(0))
@@ -172,45 +173,44 @@ def plans(shape: Shape) -> list[Plan]:
     """The plan that would be chosen, then the candidates of `--sweep`."""
     size = 1 if shape.int8 else 2
     device = torch.device("cuda", 0)
-    chosen = plan_for(shape.slots, shape.n_kv_head, shape.head_dim, size, device)
+    chosen = plan_for(shape.n_kv_head, shape.head_dim, size, device)
     shared_memory = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
-    wide = 128 // shape.head_dim  # keys of a tile, for tiles of one size in bytes
-    tiles = [(32, 4, 3), (32, 4, 5), (32, 4, 8), (64, 4, 3), (64, 4, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3)]
+    wide = max(128 // shape.head_dim, 1)  # keys of a tile, for tiles of one size in bytes
+    tiles = [(32, 4, 3), (32, 4, 5), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 8, 2), (128, 8, 3)]
     found = []
-    for keys_of_chunk in (128, 256, 512, 1024, 2048):
+    for keys_of_chunk in (64, 128, 256, 512, 1024, 2048):
         chunk, chunks = uniform(keys_of_chunk), math.ceil(shape.slots / keys_of_chunk)
-        if keys_of_chunk > shape.slots or chunks * shape.n_kv_head > 8192:
+        if keys_of_chunk > shape.slots or chunks > 512 or chunks * shape.n_kv_head > 8192:
             continue
+        found.append(replace(chosen, chunks=chunk))
         for keys, warps, stages in tiles:
             keys *= wide
             if keys <= keys_of_chunk:
                 programs = programs_that_fit(keys, stages, shape.head_dim, size, shared_memory)
-                found.append(Plan(chunk, keys, warps, stages, programs, fused=chunks <= RUN))
-        other = replace(chosen, chunks=chunk, fused=chunks > RUN)
-        found += [other] if chunks <= 128 else []
-    found += [replace(chosen, programs=p) for p in (1, 2, 3, 4, 6)]
+                found += [Plan(chunk, keys, warps, stages, min(programs, 2))]
+    found += [replace(chosen, programs=p) for p in (1, 2, 3, 4)]
+    found += [replace(chosen, programs=p, registers=r) for p, r in ((3, 168), (4, 128))]
     return [chosen, *(plan for plan in dict.fromkeys(found) if plan != chosen)]
 
 
 def uniform(keys: int) -> Chunks:
-    """Chunks of one length wherever a text stands."""
-    return Chunks(keys, keys, keys, (0, 0))
+    """Chunks of one length wherever a text stands: none is as long as where they would double."""
+    return Chunks(keys, (2**26,) * len(TURNS))
 
 
 def compiled_kernel(shape: Shape, plan: Plan) -> tuple:
     """What distinguishes the kernels of two plans: the rest are arguments."""
-    single = shape.slots <= plan.chunks.near
     kernel = replace(plan, chunks=uniform(0), programs=0)
-    return shape.n_head // shape.n_kv_head, shape.head_dim, shape.int8, kernel, single
+    runs = (plan.chunks.room(shape.slots, shape.tokens) - 1).bit_length()
+    return shape.n_head // shape.n_kv_head * shape.tokens, shape.head_dim, shape.int8, kernel, runs
 
 
 def compile_plan(job) -> str | None:
-    """In a process of the pool, into Triton's cache, on a short cache; what went wrong, if anything."""
+    """In a process of the pool, into Triton's cache, on a cache with one token; what went wrong, if anything."""
     shape, plan = job
-    slots = min(shape.slots, 2 * plan.chunks.far)
-    short = Inputs(replace(shape, slots=slots, length=slots))
+    one = Inputs(replace(shape, length=shape.tokens), copies=1)
     try:
-        short.calls(lambda *tensors, **scales: launch(*tensors, plan=plan, **scales))[0]()
+        one.calls(lambda *tensors, **scales: launch(*tensors, plan=plan, **scales))[0]()
         torch.cuda.synchronize()
     except (RuntimeError, triton.errors.TritonError) as error:  # most often: more shared memory than there is
         return f"{type(error).__name__}: {error}"
@@ -219,7 +219,7 @@ def compile_plan(job) -> str | None:
 
 def sweep(shapes: list[Shape], bandwidth: float):
     """Time every candidate for every shape; prints the best eight of each and the plan in use, as the fields of Plan:
-    its chunks, keys of a tile, warps, stages, programs a multiprocessor, combined in the first kernel."""
+    its chunks, keys of a tile, warps, stages, programs a multiprocessor, registers of a thread."""
     jobs = {compiled_kernel(shape, plan): (shape, plan) for shape in shapes for plan in plans(shape)}
     with multiprocessing.get_context("spawn").Pool(max(1, min(14, (os.cpu_count() or 2) - 2))) as pool:
         failures = dict(zip(jobs, pool.map(compile_plan, jobs.values(), chunksize=1), strict=True))

@@ -18,23 +18,30 @@ up to four such tiles and streams one chunk past them:
     row 15 └      └──────────────┴──────────────┴───────────┘┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┈┊     then: combine
 
 Lengths are read on the device, so a captured CUDA graph is right at every length. The grid is what the chip holds at
-once; its programs share out the chunks that exist, and those that get none leave. Where there are few chunks the last
-program to arrive at a row combines it, and where there are many a second kernel does.
+once; its programs share out the chunks that exist, and those that get none leave. A second kernel combines; its
+programs stand ready when the last chunk is read (overlap.py).
 
 Short chunks keep the chip busy while the text is short, long ones cost less to combine when it is long. So chunks grow
-with the position of the first new token, twice: at the two `turning_points` of a model.
+with the position of the first new token: they have 64 keys, and twice as many from each of a model's `turning_points`
+on. With 8 KV heads of 128 channels, and correspondingly later with fewer channels in all:
+
+    first new token from    0   1,536   3,072   6,144   16,384   65,536  on
+    keys of a chunk        64     128     256     512    1,024    2,048
 
 A row's bits depend on its own query and the keys before it, on nothing else: chunks begin at fixed positions, a tile
 always has 16 rows, and a key that a row does not see adds an exact zero. One token alone, as one of five, in a batch
 of 32 or in a larger cache gives the same bits, which is what makes speculation and batches exact; but the five must
 lie on one side of a turning point. Whoever verifies drafts accepts none beyond it.
 
+In a decoding step the work of rope_cache.py can ride along (`rope_and_attend`): a program turns the queries it needs,
+and whoever reads the chunk in which new tokens stand puts their keys and values there first.
+
 Source: Flash-Decoding, Dao et al. 2023 (crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -55,58 +62,51 @@ else:
 
 ROWS = reference.DECODE_ROWS
 MAX_TILES = 4  # tiles of ROWS query rows that one program keeps in registers
-NEAR, NEAR_END = 128, 2048  # keys of a chunk of a short text, and the position up to which a text is short
-RUN = 32  # chunks that are merged one after another; a cache of no more is combined by the last program to arrive
-FOLDED = 256  # chunks of all rows of a KV head up to which one program combines them faster than a second launch
-MAX_TOKENS = 32  # new tokens of a row up to which a cache's plan holds; more of them are combined by the second kernel
+SHORTEST = 64  # keys of a chunk of a short text
+TURNS, CHANNELS = (1536, 3072, 6144, 16_384, 65_536), 1024  # where they double, for so many channels of all KV heads
+RUN = 32  # chunks that are merged one after another; more of them in runs side by side
 OTHER_SHARED = 8 * 1024  # bytes of shared memory that a program needs beside its tiles
-COUNTERS = 2**18  # int32 counters of arrivals, one for each (row of the batch, KV head, block of query rows)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Keys of a chunk, by the position of the first new token: `near` before ends[0], `middle` before ends[1], `far`
-    from there on. All are multiples of a tile's keys."""
+    """Keys of a chunk, by the position of the first new token: `shortest`, and twice as many from each of `turns` on.
+    All are multiples of a tile's keys."""
 
-    near: int
-    middle: int
-    far: int
-    ends: tuple[int, int]
+    shortest: int
+    turns: tuple[int, ...]
 
     def room(self, slots: int, tokens: int) -> int:
-        """Chunks that a row of so many slots can have, when its last `tokens` are new."""
-        kinds = ((self.near, self.ends[0]), (self.middle, self.ends[1]), (self.far, slots))
-        return max(math.ceil(min(slots, end + tokens) / keys) for keys, end in kinds)
+        """Chunks that a row of so many slots can have, when its last `tokens` are new: they may begin before a turning
+        point and end behind it."""
+        ends = [turn + tokens - 1 for turn in self.turns] + [slots]
+        return max(math.ceil(min(slots, end) / (self.shortest << i)) for i, end in enumerate(ends))
 
 
-@cache
-def chunks_for(heads_kv: int) -> Chunks:
-    """For a model with so many KV heads: the fewer there are, the more chunks a head needs to occupy the chip."""
-    middle = min(max(64 * heads_kv, 128), 512)
-    far = min(max(256 * heads_kv, 512), 2048)
-    return Chunks(NEAR, middle, far, (NEAR_END, (RUN - 1) * middle))  # one chunk fewer than RUN: T tokens may cross
-
-
-def turning_points(heads_kv: int) -> tuple[int, int]:
-    """Positions at which the chunks of a model change, see above."""
-    return chunks_for(heads_kv).ends
+def turning_points(heads_kv: int, head_dim: int) -> tuple[int, ...]:
+    """Positions at which the chunks of a model double: the fewer channels it reads of a token, the more chunks it takes
+    to occupy the chip."""
+    return tuple(turn * CHANNELS // (heads_kv * head_dim) for turn in TURNS)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one shape of cache is read: keys of its chunks and of a tile, warps of a program, stages of the pipeline that
-    prefetches tiles, programs for each multiprocessor, and whether the first kernel also combines."""
+    """How a cache is read: keys of its chunks and of a tile, warps of a program, stages of the pipeline that prefetches
+    tiles, programs for each multiprocessor, and the limit on a thread's registers (None: the hardware's) under which
+    so many programs of one tile of rows fit."""
 
     chunks: Chunks
     keys: int
     warps: int
     stages: int
     programs: int
-    fused: bool
+    registers: int | None = None
 
 
-INTERPRETER = Plan(Chunks(32, 64, 96, (64, 192)), 32, 4, 1, 1, fused=True)  # small: short caches have several of all
+INTERPRETER = Plan(
+    Chunks(32, (96, 192, 384, 768, 1536)), 32, 4, 1, 1
+)  # small: short caches have several chunks, of several kinds
 
 
 def tile_bytes(keys: int, head_dim: int, element_size: int) -> int:
@@ -115,52 +115,56 @@ def tile_bytes(keys: int, head_dim: int, element_size: int) -> int:
 
 
 def programs_that_fit(keys: int, stages: int, head_dim: int, element_size: int, shared_memory: int) -> int:
-    """Programs that one multiprocessor holds at a time: by their tiles in shared memory, and by registers at most 4."""
+    """Programs that one multiprocessor holds at a time by their tiles in shared memory, at most 4."""
     used = max(stages - 1, 1) * tile_bytes(keys, head_dim, element_size) + OTHER_SHARED
     return min(max(shared_memory // used, 1), 4)
 
 
-def plan_for_chip(slots: int, heads_kv: int, head_dim: int, element_size: int, shared_memory: int) -> Plan:
-    """The Plan for a cache `[B, heads_kv, slots, head_dim]` of elements of so many bytes, on a chip with so many bytes
-    of shared memory a program.
+def plan_for_chip(heads_kv: int, head_dim: int, element_size: int, shared_memory: int) -> Plan:
+    """The Plan for a cache `[B, heads_kv, S, head_dim]` of elements of so many bytes, on a chip with so many bytes of
+    shared memory a program.
 
-    Of these, all but `slots` may change a row's bits, and nothing else may come in, or a row would depend on the
-    size of its batch. Chosen by `python -m bench.decode_attention --sweep` on an H200.
+    Nothing else may come in, or a row's bits would depend on the size of its batch or of its cache. Chosen by
+    `python -m bench.decode_attention --sweep` on an H200.
     """
-    keys = min(max(8192 // triton.next_power_of_2(head_dim), 32), 128)
+    keys = min(max(8192 // triton.next_power_of_2(head_dim), 32), 64)
     stages = 1  # fp32 is for exactness, not for speed
     if element_size < 4:  # one tile is being worked on, the others are on their way
         stages = min(3, 1 + (shared_memory - OTHER_SHARED) // tile_bytes(keys, head_dim, element_size))
-    programs = programs_that_fit(keys, stages, head_dim, element_size, shared_memory)
-    chunks = chunks_for(heads_kv)
-    return Plan(chunks, keys, 4, stages, programs, fused=chunks.room(slots, MAX_TOKENS) <= RUN)
+    # Bytes become numbers by arithmetic, which wants more warps to wait with; the words of 16 bits want registers.
+    most, registers = (4, 128) if element_size == 1 and 64 < head_dim <= 128 else (2, None)
+    programs = min(programs_that_fit(keys, stages, head_dim, element_size, shared_memory), most)
+    return Plan(Chunks(SHORTEST, turning_points(heads_kv, head_dim)), keys, 4, stages, programs, registers)
 
 
-def plan_for(slots: int, heads_kv: int, head_dim: int, element_size: int, device: torch.device) -> Plan:
+def plan_for(heads_kv: int, head_dim: int, element_size: int, device: torch.device) -> Plan:
     """`plan_for_chip` of the device a cache is on."""
     if device.type == "cpu":
-        return replace(INTERPRETER, fused=slots <= 256)
-    return plan_for_chip(slots, heads_kv, head_dim, element_size, device_limits(device.index)[0])
+        return INTERPRETER
+    return plan_for_chip(heads_kv, head_dim, element_size, device_limits(device.index)[0])
 
 
-_COUNTERS: dict[tuple[torch.device, int], Tensor] = {}
-CAPTURED = -1  # in place of a stream: the counters of captured graphs
+def as_words(v_cache: Tensor) -> Tensor | None:
+    """An int8 cache `[B, G, S, D]` as int32 `[B, G, S, D / 4]`, where its place in memory allows and a quarter of the
+    channels is enough for the four warps of a program."""
+    if v_cache.dtype != torch.int8 or v_cache.shape[3] <= 64 or v_cache.shape[3] % 4:
+        return None
+    fits = not any(x % 4 for x in (v_cache.data_ptr(), v_cache.storage_offset(), *v_cache.stride()[:3]))
+    return v_cache.view(torch.int32) if fits else None
 
 
-def arrival_counters(device: torch.device) -> Tensor:
-    """Zeros that every launch leaves as zeros, int32 `[COUNTERS]`.
+@dataclass(frozen=True)
+class NewTokens:
+    """What `rope_and_attend` adds to an attention: k and v of the new tokens `[B, G, T, D]`, not yet in the cache and
+    not yet turned, nor is q; the angles (see `rope_angles`); and the norms."""
 
-    Kernels of different streams may overlap, so each stream has its own. Captured graphs share one set, made before
-    the first capture: two graphs that use flash_decode must not be replayed at the same time.
-    """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    if capturing and (device, CAPTURED) not in _COUNTERS:
-        raise RuntimeError("flash_decode: call it once before it is captured in a CUDA graph, so that it can allocate")
-    for key in [CAPTURED] if capturing else [CAPTURED, stream]:
-        if (device, key) not in _COUNTERS:
-            _COUNTERS[device, key] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    return _COUNTERS[device, CAPTURED if capturing else stream]
+    k: Tensor
+    v: Tensor
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
 
 
 def launch(
@@ -173,58 +177,66 @@ def launch(
     scale: float | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    new: NewTokens | None = None,
     plan: Plan | None = None,
 ) -> Tensor:
-    """`flash_decode` by the Triton kernels, on a GPU or in the interpreter; `plan` in place of `plan_for`'s choice."""
+    """`flash_decode` by the Triton kernels, on a GPU or in the interpreter, and with `new` tokens `rope_and_attend`;
+    `plan` in place of `plan_for`'s choice."""
     batch, heads_q, tokens, head_dim = q.shape
     heads_kv, slots = k_cache.shape[1], k_cache.shape[2]
     group = heads_q // heads_kv
     out = empty_heads(q, tokens, heads_q)
     if out.numel() == 0 or slots == 0:
         return out.zero_()
-    plan = plan or plan_for(slots, heads_kv, head_dim, k_cache.element_size(), q.device)
+    plan = plan or plan_for(heads_kv, head_dim, k_cache.element_size(), q.device)
     tiles = triton.cdiv(group * tokens, ROWS)
     tiles_each = min(triton.next_power_of_2(tiles), MAX_TILES if head_dim <= 128 else 1)
     blocks = triton.cdiv(tiles, tiles_each)
     chunks = plan.chunks.room(slots, tokens)
-    single = chunks == 1
-    fused = plan.fused and chunks <= RUN and group * tokens * chunks <= FOLDED and not single
+    partial = q.new_empty(batch, heads_q, tokens, chunks, head_dim, dtype=torch.float32)
+    lse = q.new_empty(batch, heads_q, tokens, chunks, dtype=torch.float32)
 
-    if fused and batch * heads_kv * blocks > COUNTERS:
-        raise ValueError(
-            f"flash_decode: {batch} rows of {heads_kv} KV heads and {tokens} tokens are too many: decode fewer"
-        )
-    partial = lse = counters = None
-    if not single:
-        partial = q.new_empty(batch, heads_q, tokens, chunks, head_dim, dtype=torch.float32)
-        lse = q.new_empty(batch, heads_q, tokens, chunks, dtype=torch.float32)
-    if fused:
-        counters = arrival_counters(q.device)
+    on_gpu = q.device.type == "cuda"
     sizes = dict(heads_kv=heads_kv, group=group, tokens=tokens, slots=slots, chunks=chunks, window=window or 0)
-    sizes |= dict(chunking=(plan.chunks.near, plan.chunks.middle, plan.chunks.far, *plan.chunks.ends))
-    constants = dict(HEAD_DIM=head_dim, WINDOW=window is not None)
-    # Two kernels do not overlap: programs of the second would stand where the first one's could read.
-    constants |= launch_options(q.device) if single or fused else dict(OVERLAP=False)
-    scales = [None if s is None else (s, *s.stride()[:2]) for s in (k_scale, v_scale)]
-    q, k, v, out_rows = ((x, *x.stride()[:3]) for x in (q, k_cache, v_cache, out))
+    sizes |= dict(shortest=plan.chunks.shortest, turns=plan.chunks.turns)
+    constants = dict(HEAD_DIM=head_dim, WINDOW=window is not None, **launch_options(q.device))
     # More tiles take more registers, and no more than two programs of a multiprocessor have them.
+    limit = dict(maxnreg=plan.registers) if plan.registers and tiles_each == 1 and on_gpu else {}
     programs = plan.programs if tiles_each == 1 else min(plan.programs, 2)
-    programs *= 3 if out.device.type == "cpu" else device_limits(out.device.index)[2]
-    split_kernel[(min(programs, batch * heads_kv * blocks * chunks),)](
-        q, k, v, *scales, out_rows, cache_len, partial, lse, counters, batches=batch, blocks=blocks,
-        scale_log2=(1.0 / math.sqrt(head_dim) if scale is None else scale) * LOG2_E, **sizes, **constants,
-        TILES=tiles_each, BLOCK_M=ROWS, BLOCK_N=plan.keys, BLOCK_B=triton.next_power_of_2(batch),
-        BLOCK_R=min(triton.next_power_of_2(group * tokens), ROWS) if fused else ROWS,
-        QUANTIZED=k_scale is not None, SINGLE=single, FUSED=fused, num_warps=plan.warps, num_stages=plan.stages,
+    processors = device_limits(q.device.index)[2] if on_gpu else 3
+    rows = [strided(x, 3) for x in (q, k_cache, v_cache, as_words(v_cache))]
+    fresh = [None] * 6 + [0.0]
+    if new is not None:
+        fresh = [strided(new.k, 3), strided(new.v, 3), new.cos, new.sin, new.q_norm, new.k_norm, new.eps]
+    split_kernel[(min(programs * processors, batch * heads_kv * blocks * chunks),)](
+        *rows, strided(k_scale, 2), strided(v_scale, 2), strided(out, 3), cache_len, partial, lse, *fresh,
+        batches=batch, blocks=blocks, scale_log2=(1.0 / math.sqrt(head_dim) if scale is None else scale) * LOG2_E,
+        **sizes, **constants, TILES=tiles_each, BLOCK_M=ROWS, BLOCK_N=plan.keys, BLOCK_B=triton.next_power_of_2(batch),
+        early=processors * 128 // head_dim, PTX=on_gpu and q.dtype == torch.bfloat16, num_warps=plan.warps,
+        num_stages=plan.stages, **limit,
     )  # fmt: skip
-    if not single and not fused:
-        log_runs = max(0, (triton.cdiv(chunks, RUN) - 1).bit_length())
-        block_d = min(32, triton.next_power_of_2(head_dim))
-        combine_kernel[(batch * heads_q * tokens, triton.cdiv(head_dim, block_d))](
-            out_rows, cache_len, partial, lse, **sizes, **constants, RUN=RUN, LOG_RUNS=log_runs, BLOCK_D=block_d,
-            STAGES=max(3, min(16, 256 >> log_runs)), num_warps=4,
-        )  # fmt: skip
+    block_d, log_runs, options = combine_options(chunks, head_dim)
+    combine_kernel[(batch * heads_q * tokens, triton.cdiv(head_dim, block_d))](
+        strided(out, 3), cache_len, partial, lse, **sizes, **constants, RUN=RUN, LOG_RUNS=log_runs, BLOCK_D=block_d,
+        **options,
+    )  # fmt: skip
     return out
+
+
+def strided(x: Tensor | None, dims: int) -> tuple | None:
+    """A tensor as the kernels take it: its pointer and its first strides."""
+    return None if x is None else (x, *x.stride()[:dims])
+
+
+def combine_options(chunks: int, head_dim: int) -> tuple[int, int, dict]:
+    """Channels of a program of combine_kernel, log2 of its runs, and what else it is launched with: two numbers of each
+    of 16 chunks in a thread's registers, where four warps are enough for that."""
+    log_runs = max(0, (triton.cdiv(chunks, RUN) - 1).bit_length())
+    block_d = min((64, 32, 32, 32, 16)[min(log_runs, 4)], triton.next_power_of_2(head_dim))
+    steps = min(RUN, triton.next_power_of_2(chunks))
+    warps = min(4, max(1, (block_d << log_runs) // 64))
+    unroll = min(16, max(2, 1024 * warps // (block_d << log_runs)), steps)
+    return block_d, log_runs, dict(STEPS=steps, UNROLL=unroll, num_warps=warps)
 
 
 def flash_decode(
@@ -254,8 +266,7 @@ def flash_decode(
     Returns `[B, H_q, T, D]` in q's dtype; a query that sees no key gives 0.
 
     A row's bits depend on its query and on the keys it sees, not on B, T, S or other rows.
-    In a captured CUDA graph it is right at every length. Call it once with the same shapes before the capture, and
-    do not replay two graphs that contain it at the same time.
+    In a captured CUDA graph it is right at every length. Call it once with the same shapes before the capture.
     Raises ValueError, with what would fit, for shapes, dtypes or options that do not.
     """
     _check(q, k_cache, v_cache, cache_len, window, scale, k_scale, v_scale)
@@ -268,6 +279,68 @@ def flash_decode(
                 return launch(q, k_cache, v_cache, cache_len, **options)
         _announce(reason)
     return reference.flash_decode(q, k_cache, v_cache, cache_len, **options)
+
+
+def rope_and_attend(
+    qkv: Tensor,
+    lengths: Tensor,
+    angles: tuple[Tensor, Tensor],
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    n_head: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    window: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    """`rope_and_cache` and `flash_decode` of T new tokens of each row in one: for a step of a few tokens, by the Triton
+    kernels alone (see `why_not_triton`).
+
+    Args:
+        qkv: `[B, T, (n_head + 2 * n_kv_head) * D]`, query heads first, then keys, then values; the last dimension
+            contiguous.
+        lengths: int32 `[B]`: tokens of each row, the T new ones included, so the first of these stands at
+            `lengths[b] - T`. Nothing is stored for a row where that is negative, nor for a token at or past S.
+        angles: cosines and sines fp32 `[B, T, D / 2]`, by `rope_angles`.
+        k_cache, v_cache: `[B, n_kv_head, S, D]` in qkv's dtype, or int8 with scales; written in place.
+        n_head: query heads.
+        q_norm, k_norm, eps: as for `rope_and_cache`.
+        window, k_scale, v_scale: as for `flash_decode`; the scales are written in place.
+
+    Returns `[B, n_head, T, D]` in qkv's dtype.
+
+    The cache gets the bits that `rope_and_cache` would store (with norms, up to the order of a sum), and the result has
+    those of `flash_decode` after it. On a GPU the kernel reads lengths, angles and older keys before the kernel in
+    front of it has ended: that one may not write them, unless it is an ordinary kernel (one that lets no other in).
+    Raises ValueError, with what would fit, for shapes, dtypes or options that do not.
+    """
+
+    def refuse(sentence: str) -> None:
+        raise ValueError(f"rope_and_attend: {sentence}")
+
+    if k_cache.dim() != 4 or k_cache.shape[3] % 2:
+        refuse(f"the caches must be [B, n_kv_head, S, even D]; got {tuple(k_cache.shape)}")
+    n_kv_head, head_dim = k_cache.shape[1], k_cache.shape[3]
+    heads = n_head + 2 * n_kv_head
+    if qkv.dim() != 3 or qkv.shape[2] != heads * head_dim or qkv.stride(2) != 1:
+        got = f"{tuple(qkv.shape)} with strides {qkv.stride()}"
+        refuse(f"qkv must be [B, T, {heads * head_dim}], the last dimension contiguous; got {got}")
+    q, k, v = qkv.unflatten(2, (heads, head_dim)).transpose(1, 2).split([n_head, n_kv_head, n_kv_head], dim=1)
+    options = dict(window=window, scale=None, k_scale=k_scale, v_scale=v_scale)
+    _check(q, k_cache, v_cache, lengths, *options.values())
+    wanted = (len(qkv), qkv.shape[1], head_dim // 2)
+    for x in angles:
+        if x.shape != wanted or x.dtype != torch.float32 or not x.is_contiguous() or x.device != qkv.device:
+            refuse(f"angles must be fp32 {list(wanted)} on {qkv.device}; got {x.dtype} {tuple(x.shape)} on {x.device}")
+    if (q_norm is None) != (k_norm is None) or any(x is not None and x.shape != (head_dim,) for x in (q_norm, k_norm)):
+        refuse(f"q_norm and k_norm must both be [{head_dim}], or None")
+    with torch.cuda.device_of(qkv):
+        return launch(
+            q, k_cache, v_cache, lengths, **options, new=NewTokens(k, v, *angles, q_norm, k_norm, eps)
+        )  # fmt: skip
 
 
 @cache

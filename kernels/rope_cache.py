@@ -1,5 +1,6 @@
-"""What lies between the fused projection and attention when decoding, in one kernel: split q, k and v, normalise q and
-k head by head (where the model does), turn them by their positions, and store k and v in the cache.
+"""What lies between the fused projection and attention, in one kernel: split q, k and v, normalise q and k head by head
+(where the model does), turn them by their positions, and store k and v in the cache. Prompts are read with it; in a
+step of a few tokens `rope_and_attend` (flash_decode.py) does this on the way, by the functions defined here.
 
 The mathematics. Channels i and i + D/2 of a head are a point in the plane, turned by an angle that grows with the
 position p (rotary positions, Su et al. 2021, in the half-split layout of Hugging Face):
@@ -36,6 +37,33 @@ else:
 BLOCK_H = 4  # heads of a program, a warp each
 
 if triton is not None:
+
+    @triton.jit
+    def normalise(x, squares, weight, eps, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
+        """RMSNorm of rows [M, ...] whose D channels have that sum of squares [M], rounded where model.RMSNorm does."""
+        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        return (x * inverse * weight.to(tl.float32)).to(DTYPE).to(tl.float32)
+
+    @triton.jit
+    def turn(x, y, cos, sin):
+        """x cos + y sin, rounded alike wherever it is compiled: x is left and y is -right, or x is right and y left."""
+        return tl.fma(x, tl.broadcast_to(cos, x.shape), y * sin)
+
+    @triton.jit
+    def cosine_sine(position, inv_freq_ptr, dims, inside, attention_factor):
+        """Of the angles of one position, times attention_factor: [D / 2] each."""
+        angle = position.to(tl.float32) * tl.load(inv_freq_ptr + dims, mask=inside, other=0.0)
+        return tl.cos(angle) * attention_factor, tl.sin(angle) * attention_factor
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def rope_angles_kernel(cos_ptr, sin_ptr, positions_ptr, inv_freq_ptr, tokens, attention_factor, HALF: tl.constexpr):
+        dims = tl.arange(0, triton.next_power_of_2(HALF))
+        inside = dims < HALF
+        position = tl.load(positions_ptr + tl.program_id(0) // tokens) + tl.program_id(0) % tokens
+        cos, sin = cosine_sine(position, inv_freq_ptr, dims, inside, attention_factor)
+        target = tl.program_id(0) * HALF + dims
+        tl.store(cos_ptr + target, cos, mask=inside)
+        tl.store(sin_ptr + target, sin, mask=inside)
 
     @triton.jit
     def store_heads(cache, scales, batch, heads, slot, left, right, dims, mask, HALF: tl.constexpr):
@@ -81,19 +109,16 @@ if triton is not None:
         v_left, v_right = left, right
 
         if q_norm_ptr is not None:
-            inverse = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / HEAD_DIM + eps)[:, None]
+            squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
             norm = tl.where(is_q[:, None], q_norm_ptr + dims[None, :], k_norm_ptr + dims[None, :])
-            left_weight = tl.load(norm, mask=mask, other=0.0).to(tl.float32)
-            right_weight = tl.load(norm + HALF, mask=mask, other=0.0).to(tl.float32)
-            # Rounded to the model's dtype where model.RMSNorm does.
-            left = (left * inverse * left_weight).to(dtype).to(tl.float32)
-            right = (right * inverse * right_weight).to(dtype).to(tl.float32)
+            left = normalise(left, squares, tl.load(norm, mask=mask, other=0.0), eps, HEAD_DIM, dtype)
+            right = normalise(right, squares, tl.load(norm + HALF, mask=mask, other=0.0), eps, HEAD_DIM, dtype)
 
         start = tl.load(positions_ptr + batch)
         position = start + token
-        angle = position.to(tl.float32) * tl.load(inv_freq_ptr + dims, mask=inside, other=0.0)
-        cos, sin = (tl.cos(angle) * attention_factor)[None, :], (tl.sin(angle) * attention_factor)[None, :]
-        left, right = (left * cos - right * sin).to(dtype), (right * cos + left * sin).to(dtype)
+        cos, sin = cosine_sine(position, inv_freq_ptr, dims, inside, attention_factor)
+        cos, sin = cos[None, :], sin[None, :]
+        left, right = turn(left, -right, cos, sin).to(dtype), turn(right, left, cos, sin).to(dtype)
 
         pointer, batch_stride, head_stride, token_stride = q
         target = pointer + batch.to(tl.int64) * batch_stride + token.to(tl.int64) * token_stride
@@ -137,6 +162,24 @@ def launch(
         HEAD_DIM=head_dim, BLOCK_H=BLOCK_H, num_warps=BLOCK_H, **launch_options(qkv.device),
     )  # fmt: skip
     return q
+
+
+def rope_angles(
+    positions: Tensor, tokens: int, inv_freq: Tensor, attention_factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, fp32 `[B, T, D / 2]` each, of T tokens of each row, the first at `positions` int32 `[B]`; by
+    the same kernel code as in `rope_and_cache`, on a GPU or in the interpreter.
+
+    The kernel does not let the next one in before it has ended, which `rope_and_attend` relies on.
+    """
+    half = len(inv_freq)
+    cos, sin = (inv_freq.new_empty(len(positions), tokens, half) for _ in "cs")
+    if cos.numel():
+        with torch.cuda.device_of(cos):
+            rope_angles_kernel[(len(positions) * tokens,)](
+                cos, sin, positions, inv_freq, tokens, attention_factor, HALF=half, num_warps=1
+            )
+    return cos, sin
 
 
 def rope_and_cache(

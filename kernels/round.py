@@ -1,4 +1,4 @@
-"""The three small steps around the model in a round of decoding, with every position read from memory.
+"""The four small steps around the model in a round of decoding, with every position read from memory.
 
 A round takes T = k + 1 tokens of each row through the model: the newest one, whose position is known, and k drafts of
 what may follow. They are verified by what the model chooses after each of them:
@@ -8,8 +8,12 @@ what may follow. They are verified by what the model chooses after each of them:
     accept           draft j stands while it is what was chosen after the tokens before it; the choice after the last
                      one that stands is new too. 1 to T tokens are written behind the newest; the position moves on.
     look_up          the newest earlier place where the row said its last 4, 3 or 2 tokens before, for the next drafts
+    publish          the log into a ring in the host's memory, for the host to read while later rounds run
 
-As PyTorch operations these are some thirty launches, more than a small model's whole layer costs; here they are three.
+As PyTorch operations these are some thirty launches, more than a small model's whole layer costs; here they are four.
+A GPU stores into the host's memory itself: a copy between two graphs, and events that take the time, would hold the
+second graph up for some twenty microseconds.
+
 No host value enters but shapes, so that a captured CUDA graph replays them at any position. A row with position >=
 limit has ended: it is moved by nothing, and writes nothing into the cache.
 
@@ -18,12 +22,14 @@ Arguments named alike everywhere:
     position  int32 [B]        index of the newest token
     limit     int32 [B]        last index at which a token may stand
     drafts    int32 [B, K]     draft 1 .. K of what follows; -1 is no draft and never stands
-    turns     two positions, see `flash_decode.turning_points`: a round that begins before one adds no token that was
+    turns     positions, see `flash_decode.turning_points`: a round that begins before one adds no token that was
               chosen behind it, since a round that begins there would add up attention in another order
     log       int32 [B, 2 + K + 1]  what the host reads: tokens added, match (below), the tokens chosen after each of T
     match     one integer, 0 for none: the length n of the match in the bits from 28 on, below them the index of the
               token that followed it. Larger is better: a longer match, then a newer one.
 """
+
+import time
 
 import torch
 from torch import Tensor
@@ -31,6 +37,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import globaltimer
 
     from kernels.overlap import launch_options, wait_for_the_kernel_before
 except ImportError:  # no Triton for this system: the plain functions do the work
@@ -55,6 +62,7 @@ def gather(
     first: int = 0,
     shift: Tensor | None = None,
     match: Tensor | None = None,
+    stamp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What the model reads in a round: `width` tokens of each row, the first of them at position + first + shift.
 
@@ -65,6 +73,7 @@ def gather(
         embed: [V, C], the embedding.
         first, shift: 0 is the newest token; shift is an int32 [1] in memory, for the part a graph may not fix.
         match: int32 [B]: fill `drafts` from there first. Past its end a match repeats: text of period n goes on so.
+        stamp: int64 [1 or more]: the time in nanoseconds is written into the first.
 
     Returns:
         x [B * width, C], the embeddings (an absent draft reads row 0),
@@ -73,7 +82,9 @@ def gather(
         seeds and positions int64 [B * width]: of the noise for the token chosen after each.
     """
     if tokens.is_cuda and triton is not None:
-        return launch_gather(tokens, position, limit, drafts, seeds, embed, width, first, shift, match)
+        return launch_gather(tokens, position, limit, drafts, seeds, embed, width, first, shift, match, stamp)
+    if stamp is not None:
+        stamp[0] = time.perf_counter_ns()
     live = position < limit
     if match is not None:
         index = (match & int(INDEX)).long()
@@ -103,7 +114,7 @@ def accept(
     drafts: Tensor,
     chosen: Tensor,
     log: Tensor,
-    turns: tuple[int, int],
+    turns: tuple[int, ...],
 ) -> None:
     """Verify the drafts against `chosen` int64 [B, T], write the new tokens, move `position`, fill `log`."""
     if tokens.is_cuda and triton is not None:
@@ -138,38 +149,41 @@ def look_up(tokens: Tensor, position: Tensor, log: Tensor) -> None:
     log[:, 1] = score.amax(1).int()
 
 
+def publish(log: Tensor, logprobs: Tensor | None, stamps: Tensor, turn: Tensor, ring: tuple[Tensor, Tensor, Tensor]):
+    """Put what a round did into the place of the host's ring whose turn it is.
+
+    Args:
+        log, logprobs: as above, and fp32 [B, K + 1] or None.
+        stamps: int64 [3, 2], the first column: when three parts of the round began, in nanoseconds.
+        turn: int32 [1], the place; it moves on.
+        ring: R places of log and logprobs, and int64 [R, 4]: the three stamps, and the time of this.
+    """
+    if log.is_cuda and triton is not None:
+        return launch_publish(log, logprobs, stamps, turn, ring)
+    place = turn.item()
+    logs, chances, times = (x[place] for x in ring)
+    logs.copy_(log)
+    if logprobs is not None:
+        chances.copy_(logprobs)
+    times[:3], times[3] = stamps[:, 0], time.perf_counter_ns()
+    turn.fill_((place + 1) % len(ring[0]))
+
+
 if triton is not None:
     # Arguments for which a kernel must not be compiled anew because one is 1 or a multiple of 16.
     SIZES = ["stride_tokens", "stride_drafts", "stride_match", "width", "first"]
 
     @triton.jit(do_not_specialize=SIZES)
     def gather_kernel(
-        tokens,
-        position,
-        limit,
-        drafts,
-        seeds,
-        embed,
-        shift,
-        match,
-        x,
-        start,
-        lengths,
-        out_seeds,
-        out_positions,
-        stride_tokens,
-        stride_drafts,
-        stride_match,
-        width,
-        first,
-        C,
-        NOWHERE: tl.constexpr,
-        BLOCK: tl.constexpr,
+        tokens, position, limit, drafts, seeds, embed, shift, match, x, start, lengths, out_seeds, out_positions, stamp,
+        stride_tokens, stride_drafts, stride_match, width, first, C, NOWHERE: tl.constexpr, BLOCK: tl.constexpr,
         OVERLAP: tl.constexpr,
-    ):
+    ):  # fmt: skip
         """Program (b, t): token t of row b."""
         wait_for_the_kernel_before(OVERLAP)
         row, t = tl.program_id(0), tl.program_id(1)
+        if stamp is not None:
+            tl.store(stamp, globaltimer(), mask=(row == 0) & (t == 0))
         newest = tl.load(position + row)
         begin = newest + first
         if shift is not None:
@@ -202,19 +216,9 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["stride_tokens", "stride_drafts", "stride_log"])
     def accept_kernel(
-        tokens,
-        position,
-        limit,
-        drafts,
-        chosen,
-        log,
-        stride_tokens,
-        stride_drafts,
-        stride_log,
-        turns,
-        WIDTH: tl.constexpr,
-        OVERLAP: tl.constexpr,
-    ):
+        tokens, position, limit, drafts, chosen, log, stride_tokens, stride_drafts, stride_log, turns,
+        WIDTH: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
         """Program b: row b."""
         wait_for_the_kernel_before(OVERLAP)
         row = tl.program_id(0)
@@ -229,7 +233,7 @@ if triton is not None:
             if t < WIDTH - 1:
                 stands = stands & (tl.load(drafts + row * stride_drafts + t) == token).to(tl.int32)
         room = last - newest
-        for i in tl.static_range(2):
+        for i in tl.static_range(len(turns)):
             room = tl.minimum(room, tl.where(newest < turns[i], turns[i] - newest, room))
         added = tl.where(live, tl.minimum(added, room), 0)
         tl.store(position + row, newest + added)
@@ -238,16 +242,9 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["stride_tokens", "stride_log"])
     def look_up_kernel(
-        tokens,
-        position,
-        log,
-        stride_tokens,
-        stride_log,
-        LONGEST: tl.constexpr,
-        INDEX_BITS: tl.constexpr,
-        BLOCK: tl.constexpr,
-        OVERLAP: tl.constexpr,
-    ):
+        tokens, position, log, stride_tokens, stride_log, LONGEST: tl.constexpr, INDEX_BITS: tl.constexpr,
+        BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
         """Program (b, i): matches that end in block i of row b. The maximum over programs is the row's."""
         wait_for_the_kernel_before(OVERLAP)
         row, block = tl.program_id(0), tl.program_id(1)
@@ -266,66 +263,57 @@ if triton is not None:
             if best > 0:
                 tl.atomic_max(log + row * stride_log + 1, best)
 
-    def launch_gather(tokens, position, limit, drafts, seeds, embed, width, first, shift, match):
+    def launch_gather(tokens, position, limit, drafts, seeds, embed, width, first, shift, match, stamp=None):
         batch, channels = len(tokens), embed.shape[1]
         x = embed.new_empty(batch * width, channels)
         start, lengths = torch.empty_like(position), torch.empty_like(position)
         out_seeds, out_positions = (seeds.new_empty(batch * width) for _ in range(2))
         gather_kernel[(batch, width)](
-            tokens,
-            position,
-            limit,
-            drafts,
-            seeds,
-            embed,
-            shift,
-            match,
-            x,
-            start,
-            lengths,
-            out_seeds,
-            out_positions,
-            tokens.stride(0),
-            drafts.stride(0),
-            0 if match is None else match.stride(0),
-            width,
-            first,
-            channels,
-            NOWHERE=NOWHERE,
-            BLOCK=min(4096, triton.next_power_of_2(channels)),
-            num_warps=8,
+            tokens, position, limit, drafts, seeds, embed, shift, match, x, start, lengths, out_seeds, out_positions,
+            stamp, tokens.stride(0), drafts.stride(0), 0 if match is None else match.stride(0), width, first, channels,
+            NOWHERE=NOWHERE, BLOCK=min(4096, triton.next_power_of_2(channels)), num_warps=8,
             **launch_options(tokens.device),
-        )
+        )  # fmt: skip
         return x, start, lengths, out_seeds, out_positions
 
     def launch_accept(tokens, position, limit, drafts, chosen, log, turns):
         accept_kernel[(len(tokens),)](
-            tokens,
-            position,
-            limit,
-            drafts,
-            chosen.contiguous(),
-            log,
-            tokens.stride(0),
-            drafts.stride(0),
-            log.stride(0),
-            turns,
-            WIDTH=chosen.shape[1],
-            num_warps=1,
-            **launch_options(tokens.device),
-        )
+            tokens, position, limit, drafts, chosen.contiguous(), log, tokens.stride(0), drafts.stride(0),
+            log.stride(0), turns, WIDTH=chosen.shape[1], num_warps=1, **launch_options(tokens.device),
+        )  # fmt: skip
 
     def launch_look_up(tokens, position, log):
         batch, slots = tokens.shape
         look_up_kernel[(batch, triton.cdiv(slots, LOOK_UP_BLOCK))](
-            tokens,
-            position,
-            log,
-            tokens.stride(0),
-            log.stride(0),
-            LONGEST=LONGEST_MATCH,
-            INDEX_BITS=INDEX_BITS,
-            BLOCK=LOOK_UP_BLOCK,
-            num_warps=4,
-            **launch_options(tokens.device),
-        )
+            tokens, position, log, tokens.stride(0), log.stride(0), LONGEST=LONGEST_MATCH, INDEX_BITS=INDEX_BITS,
+            BLOCK=LOOK_UP_BLOCK, num_warps=4, **launch_options(tokens.device),
+        )  # fmt: skip
+
+    @triton.jit(do_not_specialize=["size", "chances"])
+    def publish_kernel(
+        log, logprobs, stamps, turn, ring_log, ring_logprobs, ring_times, size, chances, PLACES: tl.constexpr,
+        BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program."""
+        wait_for_the_kernel_before(OVERLAP)
+        place = tl.load(turn)
+        for start in range(0, size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            tl.store(ring_log + place * size + i, tl.load(log + i, mask=i < size), mask=i < size)
+        if logprobs is not None:
+            for start in range(0, chances, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                values = tl.load(logprobs + i, mask=i < chances)
+                tl.store(ring_logprobs + place * chances + i, values, mask=i < chances)
+        for i in tl.static_range(3):
+            tl.store(ring_times + place * 4 + i, tl.load(stamps + 2 * i))
+        tl.store(ring_times + place * 4 + 3, globaltimer())
+        tl.debug_barrier()  # every warp has read it
+        tl.store(turn, (place + 1) % PLACES)
+
+    def launch_publish(log, logprobs, stamps, turn, ring):
+        chances = 0 if logprobs is None else logprobs.numel()
+        publish_kernel[(1,)](
+            log, logprobs, stamps, turn, *ring, log.numel(), chances, PLACES=len(ring[0]), BLOCK=128, num_warps=1,
+            **launch_options(log.device),
+        )  # fmt: skip

@@ -7,12 +7,13 @@ import torch
 from test_engine import HEADS, tiny_model
 
 from data import UserError
-from decoding import CHUNK, LONG_CHUNK, Cache, Decoder, cache_bytes, whole_chunks
+from decoding import CHUNK, LONG_CHUNK, Cache, Decoder, attend, cache_bytes, whole_chunks
+from kernels import reference
 from kernels import round as steps
 from model import ModelConfig, Transformer
 
 triton = pytest.importorskip("triton")
-NO_TURNS = (0, 0)
+NO_TURNS = (0,) * 5
 SHAPES = {
     **{name: dict(n_kv_head=heads) for name, heads in HEADS.items()},
     "qwen": dict(qkv_bias=True, qk_norm=True, head_dim=16, tie_embeddings=False),
@@ -82,7 +83,7 @@ def test_long_prompts_take_long_chunks(monkeypatch):
     monkeypatch.setattr(Decoder, "read", lambda self, chunk, place, start, *rest: read.append((start, len(chunk))))
     decoder = Decoder.of(tiny_model())
     decoder.prefill(ids, None, 0)
-    assert read == [(0, 4096), (4096, 4096), (8192, 261)]
+    assert read == [(0, 4096), (4096, 4096), (8192, CHUNK + 5)]
 
 
 def test_prefill_writes_its_row_alone():
@@ -133,6 +134,26 @@ def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(shape, kv):
         logits = decoder.step(*fed(decoder, tokens, at, lengths), cache)[:, :257].view(3, 2, -1)
         assert torch.equal(logits[1], alone[step : step + 2])
     assert not logits[0].any()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("quantised", [False, True])
+def test_attention_of_a_cpu_is_the_definition(window, quantised):
+    """At lengths 0, 1 and more, fewer than the tokens of a step too, with NaN in the slots behind."""
+    torch.manual_seed(0)
+    heads, tokens, head_dim, slots, lengths = 6, 3, 20, 300, [0, 1, 2, 3, 40, 300]
+    q = torch.randn(len(lengths), heads, tokens, head_dim)
+    k, v = torch.randn(2, len(lengths), 2, slots, head_dim)
+    scales = {}
+    if quantised:
+        (k, k_scale), (v, v_scale) = reference.quantize_heads(k), reference.quantize_heads(v)
+        scales = dict(k_scale=k_scale, v_scale=v_scale)
+    for row, length in enumerate(lengths):
+        for x in scales.values() if quantised else (k, v):
+            x[row, :, length:] = torch.nan
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    expected = reference.flash_decode(q, k, v, lengths, window=window, **scales)
+    torch.testing.assert_close(attend(q, k, v, lengths, window, scales), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_that_ended_writes_nothing():
@@ -269,7 +290,9 @@ def test_accept_by_hand():
     assert s["tokens"][0, 4:8].tolist() == [7, 8, 9, 6] and not s["tokens"][3].any()
 
 
-@pytest.mark.parametrize("turns,added", [((3, 9), 4), ((4, 9), 1), ((2, 6), 3), ((5, 6), 2), ((7, 8), 4)])
+@pytest.mark.parametrize(
+    "turns,added", [((3, 9), 4), ((4, 9), 1), ((2, 6), 3), ((5, 6), 2), ((7, 8), 4), ((1, 2, 3, 5, 9), 2)]
+)
 def test_no_token_is_accepted_from_behind_a_turning_point(turns, added):
     """The round begins at 3, and its choices are made at 3, 4, 5 and 6."""
     one = dict(tokens=torch.zeros(1, 20).int(), position=torch.tensor([3]).int(), limit=torch.tensor([15]).int())
@@ -286,8 +309,25 @@ def test_kernels_are_their_plain_functions(seed):
     compare_kernels(random.Random(seed), "cpu")
 
 
+def ring_for(log, logprobs, pin_memory=False):
+    shapes = ((log.shape, torch.int32), (logprobs.shape, torch.float32), ((4,), torch.int64))
+    return tuple(torch.zeros(3, *shape, dtype=dtype, pin_memory=pin_memory) for shape, dtype in shapes)
+
+
+def test_rounds_are_published_in_turn():
+    log, logprobs, stamps = torch.zeros(2, 19).int(), torch.zeros(2, 17), torch.tensor([[5, 0], [6, 0], [7, 0]])
+    ring, turn = ring_for(log, logprobs), torch.zeros(1).int()
+    for i in range(5):
+        steps.publish(log + i, logprobs + i if i < 4 else None, stamps + i, turn, ring)
+    logs, chances, times = ring
+    assert turn.item() == 2 and [logs[place].unique().item() for place in range(3)] == [3, 4, 2]
+    assert [chances[place].unique().item() for place in range(3)] == [3, 1, 2]  # the last had none
+    assert times[:, :3].tolist() == [[8, 9, 10], [9, 10, 11], [7, 8, 9]]
+    assert 0 < times[2, 3] < times[0, 3] < times[1, 3]
+
+
 def compare_kernels(chance, device):
-    """Gather, accept and look_up by kernels and by plain functions, from the same state."""
+    """Gather, accept, look_up and, on a GPU, publish by kernels and by plain functions, from the same state."""
     plain = state(chance)
     width = chance.choice([1, 2, 3, 9, 17])
     embed, seeds = torch.randn(5, 48), torch.tensor([chance.getrandbits(62) for _ in range(4)])
@@ -313,8 +353,19 @@ def compare_kernels(chance, device):
             outs.append(launch(*arguments, **moved, match=s["log"][:, 1] if match else None))
         for a, b in zip(*outs, strict=True):
             assert a.dtype == b.dtype and torch.equal(a, b.cpu())
-    chosen, turns = torch.randint(0, 3, (4, width)), tuple(sorted(chance.sample(range(20), 2)))
+    chosen, turns = torch.randint(0, 3, (4, width)), tuple(sorted(chance.sample(range(20), 5)))
     for s, launch in ((plain, steps.accept), (kernel, steps.launch_accept)):
         launch(s["tokens"], s["position"], s["limit"], s["drafts"], chosen.to(s["tokens"].device), s["log"], turns)
+    if device == "cuda":  # the interpreter has no clock
+        logprobs, stamps, rings = torch.rand(4, 17), torch.randint(9, (3, 2)), []
+        for s in (plain, kernel):
+            to = s["tokens"].device
+            ring, turn = ring_for(s["log"], logprobs, pin_memory=to.type == "cuda"), torch.ones(1).int().to(to)
+            for _ in range(2):
+                steps.publish(s["log"], logprobs.to(to), stamps.to(to), turn, ring)
+            assert turn.item() == 0 and (ring[2][1:, 3] > 0).all()
+            ring[2][:, 3] = 0
+            rings.append(ring)
+        assert all(torch.equal(a, b) for a, b in zip(*rings, strict=True))
     for name in plain:
         assert torch.equal(plain[name], kernel[name].cpu()), name

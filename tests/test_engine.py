@@ -132,7 +132,7 @@ def test_greedy_text_is_that_of_the_whole_forward(heads, options):
 
 
 def test_long_prompts_and_texts_cross_chunks():
-    """Prompt and text both go past 256 tokens, where prefill takes another chunk and the cache view grows."""
+    """Prompt and text both go past 128 tokens, where prefill takes another chunk and the cache view grows."""
     model = tiny_model(block_size=700)
     prompt = "".join(random.Random(3).choices("abcdefgh ", k=300))
     done = Engine(model, BYTES).complete([prompt], GREEDY, 260)[0]
@@ -607,7 +607,7 @@ def test_report():
     report, config = engine.report, engine.config
     assert report.prompt_tokens == 8
     assert report.new_tokens == len(tokens) == 24
-    assert report.kv_cache_bytes == config.kv_cache_bytes(4, 256, 4)
+    assert report.kv_cache_bytes == config.kv_cache_bytes(4, 128, 4)
     assert 0 < report.time_to_first_token_s <= first - start < report.seconds <= time.perf_counter() - start
     assert report.tokens_per_s == pytest.approx(report.new_tokens / report.seconds)
     assert report.prefill_tokens_per_s > 6 / report.time_to_first_token_s
@@ -691,7 +691,7 @@ def test_bfloat16(how):
     engine = Engine(model, BYTES)
     rows = engine.complete(["abc", "de"], Sampling(), 10)
     assert [len(row.token_ids) for row in rows] == [10, 10] and isinstance(rows[0], Completion)
-    assert engine.report.kv_cache_bytes == model.config.kv_cache_bytes(2, 256, 2)
+    assert engine.report.kv_cache_bytes == model.config.kv_cache_bytes(2, 128, 2)
 
 
 def test_the_cache_is_allocated_once_and_kept(monkeypatch):
@@ -704,7 +704,7 @@ def test_the_cache_is_allocated_once_and_kept(monkeypatch):
     assert len(made) == 1
     engine.complete(["a"], GREEDY, 4)  # another number of rows does not
     engine.complete(["a"], GREEDY, 300)
-    assert made[1:] == [(1, 256), (1, 512)]
+    assert made[1:] == [(1, 128), (1, 384)]
     engine = tiny_engine(block_size=6000)
     for length in (10, 500, 900, 1100, 2000):  # a conversation
         engine.complete(["a" * length], GREEDY, 20, reuse=True)
@@ -779,7 +779,7 @@ def test_an_interrupt_while_a_prompt_is_read_leaves_nothing_to_reuse(monkeypatch
 
 def test_more_rows_than_any_memory_are_refused_at_once():
     for num_samples in (10**9, 10**20):
-        with pytest.raises(UserError, match=f"a KV cache of {num_samples} x 256 tokens needs"):
+        with pytest.raises(UserError, match=f"a KV cache of {num_samples} x 128 tokens needs"):
             tiny_engine().generate(["a"], num_samples=num_samples, max_new_tokens=5)
 
 

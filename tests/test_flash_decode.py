@@ -1,6 +1,5 @@
 """Decoding attention: the Triton kernels in the interpreter, their plain twins, and the dispatch between them."""
 
-import dataclasses
 import importlib
 import itertools
 import math
@@ -20,8 +19,9 @@ decode = importlib.import_module("kernels.flash_decode")  # the module: the pack
 rope_cache = importlib.import_module("kernels.rope_cache")
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, tests/gpu/test_flash_decode_gpu.py")
-HEADS = [(3, 3), (4, 2), (6, 2), (8, 2), (6, 1)]
-EDGES = [0, 1, 31, 32, 33, 64, 65, 130]  # around the tile (32), around the chunk (64), and full
+HEADS = [(3, 3), (4, 2), (6, 2), (5, 1), (6, 1)]
+EDGES = [0, 1, 31, 32, 33, 64, 65, 130]  # around the tile and the chunk (32, from position 96 on 64), and full
+TURNS = decode.INTERPRETER.chunks.turns
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def exact(q, k, v, lengths, window=None, k_scale=None, v_scale=None):
 
 def uniform(keys):
     """Chunks of one length at all positions."""
-    return decode.Chunks(keys, keys, keys, (0, 0))
+    return decode.Chunks(keys, (2**26,) * len(decode.TURNS))
 
 
 def tolerance(dtype):
@@ -83,17 +83,16 @@ def test_every_edge_of_tile_and_chunk(heads, window):
 
 
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 256, 257, 700])
-def test_one_chunk_then_combined_by_the_last_program_then_by_a_second_kernel(slots):
+def test_one_chunk_then_several(slots):
     q, k, v, lengths, _ = inputs((4, 2), 2, [slots, max(slots - 1, 1), 0], slots, 16)
     torch.testing.assert_close(decode.launch(q, k, v, lengths).double(), exact(q, k, v, lengths), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_no_plan_changes_the_result(fused):
+def test_no_plan_changes_the_result():
     q, k, v, lengths, _ = inputs((4, 2), 3, [70, 200], 200, 16)
     wanted = exact(q, k, v, lengths)
     for chunk, keys, programs in ((32, 16, 1), (64, 64, 40), (128, 32, 2)):
-        plan = decode.Plan(uniform(chunk), keys, 4, 1, programs, fused)
+        plan = decode.Plan(uniform(chunk), keys, 4, 1, programs)
         torch.testing.assert_close(decode.launch(q, k, v, lengths, plan=plan).double(), wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -101,9 +100,8 @@ def test_programs_share_the_work_without_changing_a_bit():
     """One program that does everything, and one for each chunk."""
     for slots, window in ((130, None), (300, 70)):
         q, k, v, lengths, _ = inputs((6, 2), 2, [slots, 33, 0], slots, 16)
-        fused = slots == 130
         outs = [
-            decode.launch(q, k, v, lengths, window=window, plan=decode.Plan(uniform(64), 16, 4, 1, programs, fused))
+            decode.launch(q, k, v, lengths, window=window, plan=decode.Plan(uniform(64), 16, 4, 1, programs))
             for programs in (1, 100)
         ]
         assert torch.equal(*outs)
@@ -127,7 +125,7 @@ def products_row_by_row(monkeypatch):
 )
 def test_bits_do_not_depend_on_company(slots, window, int8, products_row_by_row):
     """A token alone, as one of several, in a batch or not: the same bits."""
-    lengths = [slots, 72]  # its tokens lie on one side of the turning points, 64 and 192
+    lengths = [slots, 72]  # none of them has tokens on both sides of a turning point
     for heads, tokens in (((4, 2), 5), ((6, 1), 3)):
         q, k, v, cache_len, scales = inputs(heads, tokens, lengths, slots, 16, int8=int8)
         together = decode.launch(q, k, v, cache_len, window=window, **scales)
@@ -143,15 +141,27 @@ def test_bits_do_not_depend_on_company(slots, window, int8, products_row_by_row)
                 assert torch.equal(one, together[row, :, t : t + 1])
 
 
-def test_before_a_turning_point_the_bits_are_those_of_a_token_alone(products_row_by_row):
+@pytest.mark.parametrize("tokens,window,int8", [(1, None, True), (2, 100, False), (5, None, False), (17, 300, True)])
+def test_every_kind_of_chunk(tokens, window, int8):
+    """On both sides of every turning point and in the middle of what lies between; one row's tokens across it."""
+    assert len(TURNS) == 5 and all(b == 2 * a for a, b in itertools.pairwise(TURNS))
+    starts = [turn + d for turn in TURNS for d in (-1, 0, turn // 2 - 1)]
+    lengths = sorted({start + tokens for start in starts})
+    q, k, v, cache_len, scales = inputs((1, 1), tokens, lengths, lengths[-1], 16, int8=int8)
+    got = decode.launch(q, k, v, cache_len, window=window, **scales)
+    torch.testing.assert_close(got.double(), exact(q, k, v, cache_len, window, **scales), **tolerance(q.dtype))
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_before_a_turning_point_the_bits_are_those_of_a_token_alone(turn, products_row_by_row):
     """The round begins before it and ends behind it. What lies behind is right too, but in another order of sums."""
-    turn, tokens, length = decode.INTERPRETER.chunks.ends[0], 5, decode.INTERPRETER.chunks.ends[0] + 2
-    q, k, v, cache_len, _ = inputs((4, 2), tokens, [length], 150, 16)
+    tokens, length = 5, turn + 2
+    q, k, v, cache_len, _ = inputs((4, 2), tokens, [length], length, 16)
     together = decode.launch(q, k, v, cache_len)
     torch.testing.assert_close(together.double(), exact(q, k, v, cache_len), **tolerance(q.dtype))
-    for t in range(turn - (length - tokens)):
+    for t in range(tokens):
         alone = decode.launch(q[:, :, t : t + 1], k, v, cache_len - (tokens - 1 - t))
-        assert torch.equal(alone, together[:, :, t : t + 1])
+        assert torch.equal(alone, together[:, :, t : t + 1]) == (length - tokens + t < turn)
 
 
 def test_int8_cache():
@@ -186,18 +196,16 @@ def test_any_strides():
     assert decode.launch(q, k, v, lengths).transpose(1, 2).is_contiguous()  # so that merging the heads is free
 
 
-def test_dirty_buffers_and_counters_left_at_zero():
-    """Partial results start as NaN, and what one launch leaves the next one finds."""
+def test_dirty_buffers():
+    """Partial results start as NaN."""
     q, k, v, lengths, _ = inputs((4, 2), 2, [200, 100], 200, 16)
     wanted = exact(q, k, v, lengths)
     torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN
     try:
-        for _ in range(3):
-            got = decode.launch(q, k, v, lengths)
-            assert not decode.arrival_counters(q.device).any()
-            torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=2e-5)
+        got = decode.launch(q, k, v, lengths)
     finally:
         torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_a_length_out_of_range_reads_nothing_outside():
@@ -212,53 +220,83 @@ def test_dispatch_on_the_cpu_is_the_definition():
     assert torch.equal(flash_decode(q, k, v, lengths, **scales), reference.flash_decode(q, k, v, lengths, **scales))
 
 
-def test_plans_fit_and_change_no_bit_with_the_slots():
+def test_plans_fit():
     for shared_memory in (232_448, 166_912, 101_376):
         for head_dim, size in itertools.product((16, 64, 128, 256), (1, 2, 4)):
-            for heads_kv in (1, 4, 8, 32):
-                limits = (heads_kv, head_dim, size, shared_memory)
-                plans = {decode.plan_for_chip(slots, *limits) for slots in (1, 300, 8192, 131072)}
-                assert len({dataclasses.replace(plan, fused=True) for plan in plans}) == 1
-                plan = plans.pop()
-                keys = (plan.chunks.near, plan.chunks.middle, plan.chunks.far)
-                assert sorted(keys) == list(keys) and plan.chunks.ends == decode.turning_points(heads_kv)
-                assert all(n % plan.keys == 0 for n in keys) and plan.keys >= 16 and plan.programs >= 1
+            for heads_kv in (1, 2, 3, 4, 8, 16, 32, 64):
+                plan = decode.plan_for_chip(heads_kv, head_dim, size, shared_memory)
+                assert plan.chunks.turns == decode.turning_points(heads_kv, head_dim)
+                assert plan.chunks.shortest % plan.keys == 0 and plan.keys >= 16 and plan.programs >= 1
                 assert (plan.stages - 1) * plan.keys * head_dim * 2 * size < shared_memory
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2, 3, 4, 5, 8, 16, 32])
+def test_between_the_turning_points_the_chip_is_occupied(heads_kv):
+    """Of 128 channels: a row has 96 to 512 chunks, and one more a head where its last tokens begin another one."""
+    turns = decode.turning_points(heads_kv, 128)
+    assert len(turns) == 5 and turns[0] == 12_288 // heads_kv
+    for i, turn in enumerate(turns):
+        for start in (turn - 1, turn):
+            count = -(-(start + 1) // (64 << i + (start == turn))) * heads_kv
+            assert 96 - heads_kv <= count <= 512 + heads_kv
+    room = decode.Chunks(decode.SHORTEST, turns).room
+    assert room(2 * turns[-1], 17) <= 512 // heads_kv + 2
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 17])
 def test_room_for_every_length(tokens):
     for heads_kv in (1, 2, 8):
-        chunks = decode.chunks_for(heads_kv)
-        for slots in (1, 128, 129, 2048, 2060, 5000, 16_000, 40_000):
-            room = chunks.room(slots, tokens)
+        chunks = decode.Chunks(decode.SHORTEST, decode.turning_points(heads_kv, 128))
+        for slots in (17, 128, 129, 2048, 2060, 5000, 16_000, 60_000):
+            counts = []
             for length in range(tokens, slots + 1):
-                start = length - tokens
-                near, middle = start < chunks.ends[0], start < chunks.ends[1]
-                keys = chunks.near if near else chunks.middle if middle else chunks.far
-                assert -(-length // keys) <= room
+                doubled = sum(length - tokens >= turn for turn in chunks.turns)
+                counts.append(-(-length // (chunks.shortest << doubled)))
+            assert chunks.room(slots, tokens) == max(counts)
 
 
 def test_bits_do_not_depend_on_the_room_in_the_cache():
-    """One chunk, chunks that the last program merges, and chunks that a second kernel merges, in one run or in four."""
-    length, plan = 60, decode.Plan(uniform(16), 16, 4, 1, 1, True)
+    """Chunks that are merged in one run, in two and in four."""
+    length, plan = 60, decode.Plan(uniform(16), 16, 4, 1, 1)
     for heads, tokens, window in (((4, 2), 3, None), ((3, 1), 1, 20)):
         q, k, v, lengths, _ = inputs(heads, tokens, [length], length, 16)
         wanted = decode.launch(q, k, v, lengths, window=window, plan=plan)
-        for slots, fused in ((130, True), (60, False), (130, False), (32 * 16 * 3, False)):
+        for slots in (130, 32 * 16 + 1, 32 * 16 * 3):
             room = [torch.full((1, heads[1], slots, 16), math.nan) for _ in "kv"]
             for new, old in zip(room, (k, v), strict=True):
                 new[:, :, :length] = old
-            got = decode.launch(q, *room, lengths, window=window, plan=dataclasses.replace(plan, fused=fused))
-            assert torch.equal(got, wanted)
+            assert torch.equal(decode.launch(q, *room, lengths, window=window, plan=plan), wanted)
+
+
+def test_a_row_of_one_chunk_has_the_bits_that_combining_gives():
+    """Its result is stored at once; beside a longer row there is room for more chunks, and 32 keys more make two."""
+    q, k, v, lengths, _ = inputs((4, 2), 2, [30, 100], 100, 16)
+    plan = decode.Plan(uniform(32), 32, 4, 1, 2)
+    got = decode.launch(q, k, v, lengths, plan=plan)
+    alone = decode.launch(q[:1], k[:1, :, :32], v[:1, :, :32], lengths[:1], plan=plan)
+    assert torch.equal(got[:1], alone)
+    halves = decode.launch(q[:1], k[:1], v[:1], lengths[:1], plan=decode.Plan(uniform(16), 16, 4, 1, 2))
+    torch.testing.assert_close(got[:1], halves, rtol=2e-5, atol=2e-5)
 
 
 def test_many_runs_of_chunks():
-    plan, slots = decode.Plan(uniform(16), 16, 4, 1, 8, False), 1100  # 69 chunks in 3 runs of 32
+    plan, slots = decode.Plan(uniform(16), 16, 4, 1, 8), 1100  # 69 chunks in 3 runs of 32
     for window in (None, 600):
         q, k, v, lengths, _ = inputs((2, 1), 2, [slots, 520, 513, 0], slots, 16)
         got = decode.launch(q, k, v, lengths, window=window, plan=plan)
         torch.testing.assert_close(got.double(), exact(q, k, v, lengths, window), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [72, 76, 80, 128])
+def test_int8_read_as_words(head_dim):
+    """Four channels at a time; a cache that is not aligned to words is read byte by byte, to the same result."""
+    q, k, v, lengths, scales = inputs((6, 2), 3, [70, 33, 0], 80, head_dim, int8=True)
+    assert decode.as_words(v) is not None
+    got = decode.launch(q, k, v, lengths, **scales)
+    torch.testing.assert_close(got.double(), exact(q, k, v, lengths, **scales), rtol=2e-5, atol=2e-5)
+    odd = torch.empty(v.numel() + 1, dtype=torch.int8)[1:].view(v.shape).copy_(v)
+    assert decode.as_words(odd) is None
+    torch.testing.assert_close(decode.launch(q, k, odd, lengths, **scales), got, rtol=1e-5, atol=1e-6)
 
 
 def test_refusals():

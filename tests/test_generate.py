@@ -334,7 +334,7 @@ def test_weights_cache_and_guesses_may_be_chosen(run, folder):
     out, err = run(*flags, "--quant", "int8", "--kv", "int8")
     assert len(json.loads(out.splitlines()[0])["token_ids"]) == 20 and "float32 with int8 weights, seed 3" in err
     report = json.loads(out.splitlines()[1])["report"]
-    assert report["kv_cache_bytes"] == 256 * 1 * (8 + 4) * 2
+    assert report["kv_cache_bytes"] == 128 * 1 * (8 + 4) * 2
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ from kernels import sample as kernel  # noqa: E402
 from sampling import Sampling, filtered, gumbel, sample  # noqa: E402
 
 
-def agree(logits, sampling, seed=0, vocab_size=None, filters=True):
-    """Kernel and definition choose the same tokens, for random seeds, positions and seen tokens; returns them."""
+def agree(logits, sampling, seed=0, vocab_size=None, filters=None):
+    """Kernel and definition choose the same tokens, for random seeds, positions and seen tokens; returns them.
+
+    filters: None takes both the kind that the sampling has and "any"."""
     B, width = logits.shape
     V = vocab_size or width
     generator = torch.Generator().manual_seed(seed)
@@ -23,11 +25,13 @@ def agree(logits, sampling, seed=0, vocab_size=None, filters=True):
         temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
         repetition_penalty=sampling.repetition_penalty,
     )  # fmt: skip
-    got, logprobs = kernel.choose(
-        logits, params, seeds, positions, vocab_size=V, seen=seen, filters=filters, logprobs=True
-    )
     cut = logits[:, :V].float()
-    assert got.tolist() == sample(cut, sampling, seeds, positions, seen).tolist()
+    expected = sample(cut, sampling, seeds, positions, seen).tolist()
+    for kind in {sampling.filters, "any"} if filters is None else {filters}:
+        got, logprobs = kernel.choose(
+            logits, params, seeds, positions, vocab_size=V, seen=seen, filters=kind, logprobs=True
+        )
+        assert got.tolist() == expected, kind
     torch.testing.assert_close(logprobs, cut.log_softmax(-1).gather(1, got[:, None])[:, 0], rtol=1e-5, atol=1e-5)
     return got
 
@@ -82,11 +86,12 @@ def test_one_kind_of_row_beside_another():
     params = torch.cat([kernel.parameters(1, "cpu", **option) for option in options])
     seeds, positions = torch.tensor([5, 6, 7, 6]), torch.tensor([100, 0, 3, 0], dtype=torch.int32)
     together = kernel.choose(logits, params, seeds, positions)
+    assert torch.equal(together, kernel.choose(logits, params, seeds, positions, filters="few"))
     for row, option in enumerate(options):
         one = slice(row, row + 1)
         alone = sample(logits[one], Sampling(**option), seeds[one], positions[one].long())
         assert together[row] == alone and together[row] == kernel.choose(
-            logits[one], params[one], seeds[one], positions[one], filters="top_k" in option
+            logits[one], params[one], seeds[one], positions[one], filters="few" if "top_k" in option else "none"
         )
     assert together[1] == together[3]
 
@@ -96,10 +101,10 @@ def test_padding_dtypes_and_out():
     logits[:, 500:] = 99.0  # the padding of the vocabulary must not win
     for sampling in (Sampling(temperature=0), Sampling(temperature=1), Sampling(temperature=1, top_k=5)):
         for dtype in (torch.float32, torch.float16):
-            assert (agree(logits.to(dtype), sampling, vocab_size=500, filters=sampling.top_k is not None) < 500).all()
+            assert (agree(logits.to(dtype), sampling, vocab_size=500) < 500).all()
     out, zeros = torch.full((2,), -1), torch.zeros(2, dtype=torch.int64)
     wide = torch.randn(2, 1200)[:, 300:900]  # rows that do not follow each other in memory
-    got = kernel.choose(wide, kernel.parameters(2, "cpu", temperature=0.0), zeros, zeros, out=out, filters=False)
+    got = kernel.choose(wide, kernel.parameters(2, "cpu", temperature=0.0), zeros, zeros, out=out, filters="none")
     assert got is out and torch.equal(out, wide.argmax(-1))
 
 
@@ -116,7 +121,7 @@ def test_distribution():
     logits, draws = torch.tensor([1.0, 0.5, 0.0, -1.0]), 150
     params = kernel.parameters(draws, "cpu", temperature=1.2)
     positions = torch.full((draws,), 17)
-    tokens = kernel.choose(logits.repeat(draws, 1), params, torch.arange(draws), positions, filters=False)
+    tokens = kernel.choose(logits.repeat(draws, 1), params, torch.arange(draws), positions, filters="none")
     expected = filtered(logits[None], Sampling(temperature=1.2)).softmax(-1)[0] * draws
     assert ((torch.bincount(tokens, minlength=4) - expected) ** 2 / expected).sum() < 16.3  # 99.9%, 3 degrees
 
@@ -126,7 +131,7 @@ def test_noise_is_the_definition():
     seeds = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
     positions = torch.tensor([0, 1, 131_071, 5])
     params = kernel.parameters(4, "cpu", temperature=1.0)
-    got = kernel.choose(torch.zeros(4, 20_000), params, seeds, positions, filters=False)
+    got = kernel.choose(torch.zeros(4, 20_000), params, seeds, positions, filters="none")
     assert torch.equal(got, gumbel(seeds, positions, 20_000).argmax(-1))
 
 
@@ -136,3 +141,5 @@ def test_what_does_not_fit_is_refused():
         kernel.choose(torch.zeros(2, 64), kernel.parameters(1, "cpu"), zeros, zeros)
     with pytest.raises(ValueError, match=">= 65"):
         kernel.choose(torch.zeros(2, 64), kernel.parameters(2, "cpu"), zeros, zeros, vocab_size=65)
+    with pytest.raises(ValueError, match="one of none, few"):
+        kernel.choose(torch.zeros(2, 64), kernel.parameters(2, "cpu"), zeros, zeros, filters="all")

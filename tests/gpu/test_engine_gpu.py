@@ -15,6 +15,7 @@ from decoding import Decoder
 from engine import Engine, Sampling
 from model import ModelConfig, Transformer
 from rounds import Rounds
+from sampling import sample
 from tests.conftest import ROOT
 from tests.test_decoding import compare_kernels
 from tests.test_speculation import PROMPTS, SAMPLINGS, Wandering
@@ -44,8 +45,14 @@ def random_model(dtype=torch.bfloat16, seed=0, **shape):
 
 @pytest.fixture
 def captures(monkeypatch):
+    """The graphs of rounds that are made; those of prompts, one for each number of chunks, do not count."""
     made, capture = [], Rounds._capture
-    monkeypatch.setattr(Rounds, "_capture", lambda self, work: made.append(work) or capture(self, work))
+
+    def counted(self, work):
+        made.extend([work] if work.func.__name__ == "_verify" else [])
+        return capture(self, work)
+
+    monkeypatch.setattr(Rounds, "_capture", counted)
     return made
 
 
@@ -57,7 +64,7 @@ def test_kernels_of_a_round_are_their_plain_functions(seed):
 @pytest.mark.parametrize(
     "shape", [dict(n_kv_head=8), dict(), dict(n_kv_head=1, sliding_window=100, qk_norm=True, qkv_bias=True)]
 )
-@pytest.mark.parametrize("prompt", [1, 2, 255, 256, 257, 258, 4097, 5000])
+@pytest.mark.parametrize("prompt", [1, 2, 127, 128, 129, 130, 257, 4097, 5000])
 def test_logits_are_the_models(shape, prompt):
     """Chunks of prefill at their edges, the long one too, then steps of one and of three tokens; in fp32."""
     model = random_model(torch.float32, **shape)
@@ -87,6 +94,23 @@ def test_a_graph_is_its_eager_round(sampling, draft, monkeypatch):
         texts.append(engine.complete(["abcabc", "x" * 300, "hello"], sampling, 60, seed=1, logprobs=True))
     assert [row.token_ids for row in texts[0]] == [row.token_ids for row in texts[1]]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0, top_p=0.9), Sampling(1.0, min_p=0.05), Sampling(1.0, top_k=300, top_p=0.9)], ids=str
+)
+def test_every_kind_of_filter_in_a_graph(sampling, captures):
+    """The device's token after token is what the definition chooses from the model's own logits."""
+    model = random_model(torch.float32)
+    engine = Engine(model, BYTES, speculate=0)
+    ids = engine.complete(["abcabc"], sampling, 40, seed=7)[0].token_ids
+    assert len(captures) == 1
+    text = torch.tensor([[*b"abcabc", *ids]], device="cuda")
+    with torch.no_grad():
+        logits = model(text)[0, 5:-1, : BYTES.vocab_size].float().cpu()
+    seeds, positions = torch.full((len(ids),), 7), torch.arange(6, 6 + len(ids))
+    chosen = sample(logits, sampling, seeds, positions)
+    assert (chosen == torch.tensor(ids)).float().mean() > 0.9  # but where rounding decides
 
 
 @pytest.mark.parametrize("options", [dict(), dict(quant="int8", kv="int8"), dict(quant="int4")], ids=str)

@@ -1,7 +1,7 @@
 """Decoding attention on silicon: `python3 -m pytest -m gpu tests/gpu/test_flash_decode_gpu.py`.
 
-What the CPU cannot show: bf16, bits that depend on no neighbour in a tensor core, programs that race to combine, CUDA
-graphs, addresses past 2^31.
+What the CPU cannot show: bf16, bits that depend on no neighbour in a tensor core, kernels that overlap, keys that are
+read in the kernel that wrote them, CUDA graphs, addresses past 2^31.
 """
 
 import importlib
@@ -9,11 +9,13 @@ import itertools
 import math
 import multiprocessing
 import os
+from functools import partial
 
 import pytest
 import torch
 
-from kernels import flash_decode, reference, rope_and_cache
+from kernels import flash_decode, reference, rope_and_attend, rope_and_cache, rope_angles
+from kernels.round import accept
 from model import ModelConfig, RMSNorm, apply_rope, rope_table
 from rope import rope_frequencies
 
@@ -23,8 +25,7 @@ pytestmark = pytest.mark.gpu
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = [(8, 8), (8, 2), (32, 8), (32, 1), (12, 4)]
-# Room of a cache: one chunk, chunks that the last program combines, chunks that a second kernel combines.
-SLOTS = (200, 3000, 20_000)
+SLOTS = (200, 3000, 20_000)  # room of a cache: chunks that are combined in one run, in two and in several
 
 
 TOKENS = (1, 2, 5, 9, 17)
@@ -96,7 +97,7 @@ def check(got, q, k, v, cache_len, window=None, k_scale=None, v_scale=None):
 @pytest.mark.parametrize("int8", [False, True], ids=["same", "int8"])
 @pytest.mark.parametrize("slots", SLOTS)
 def test_heads_tokens_windows(slots, int8):
-    keys = decode.plan_for(slots, 8, 64, 2, torch.device("cuda", 0)).keys
+    keys = decode.plan_for(8, 64, 2, torch.device("cuda", 0)).keys
     edges = [0, 1, keys - 1, keys, keys + 1, 199, slots]
     for heads, tokens, window in itertools.product(HEADS, TOKENS, (None, 100)):
         arguments = inputs(heads, tokens, edges, slots, int8=int8)
@@ -165,7 +166,6 @@ def test_100_times_the_same_bits(slots):
             with torch.cuda.stream(other):
                 noise = (noise @ noise).clamp(-1, 1)
         assert torch.equal(flash_decode(*tensors), wanted)
-    assert not decode.arrival_counters(tensors[0].device).any()
 
 
 def test_two_streams_at_once():
@@ -184,16 +184,23 @@ def test_two_streams_at_once():
         assert all(torch.equal(x, expected) for x in out)
 
 
-def test_capture_before_any_call_says_what_to_do():
-    *tensors, _ = inputs((32, 8), 1, [3000], 3000, 128)
-    flash_decode(*tensors)
-    kept, decode._COUNTERS = decode._COUNTERS, {}
-    try:
-        with pytest.raises(RuntimeError, match="call it once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            flash_decode(*tensors)
-    finally:
-        decode._COUNTERS = kept
+@pytest.mark.parametrize("int8", [False, True], ids=["same", "int8"])
+def test_two_graphs_at_once(int8):
+    """Replayed on two streams, each with its own partial results."""
+    cases = [inputs((32, 8), 1, [3000 - 700 * i], 3000, 128, seed=i, int8=int8) for i in range(2)]
+    wanted = [flash_decode(*tensors, **scales) for *tensors, scales in cases]
+    graphs, outs, streams = [], [], [torch.cuda.Stream() for _ in cases]
+    for *tensors, scales in cases:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs.append([flash_decode(*tensors, **scales) for _ in range(20)])
     torch.cuda.synchronize()
+    for _ in range(10):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, expected) for out, expected in zip(outs, wanted, strict=True) for x in out)
 
 
 def test_addresses_past_2_to_the_31():
@@ -248,3 +255,136 @@ def test_rope_and_cache(head_dim, qk_norm, int8):
                     bound = 1e-2 if not int8 else new[b, :, t].float().abs().max().item() / 127
                     torch.testing.assert_close(stored[b, :, slot].float(), new[b, :, t].float(), rtol=1e-2, atol=bound)
         assert (cache.transpose(1, 2)[~written] == 7).all()
+
+
+def step_inputs(heads, tokens, starts, slots, head_dim, dtype=BF16, int8=False, qk_norm=False, seed=0):
+    """qkv, positions, inv_freq, caches with NaN from each position on (int8: in their scales), and the options of
+    rope_and_cache."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    (H, G), B = heads, len(starts)
+    _, k, v, _, scales = inputs(heads, 1, [max(start, 0) for start in starts], slots, head_dim, dtype, int8, seed)
+    qkv = torch.randn(B, tokens, (H + 2 * G) * head_dim, device="cuda", generator=generator).to(dtype)
+    config = ModelConfig(10, n_head=H, n_kv_head=G, n_embd=H * head_dim, head_dim=head_dim, block_size=slots)
+    inv_freq, attention_factor = rope_frequencies(config, qkv.device)
+    options = dict(n_head=H, eps=1e-6, **scales)
+    if qk_norm:
+        options |= {name: torch.rand(head_dim, device="cuda", generator=generator) for name in ("q_norm", "k_norm")}
+    return qkv, torch.tensor(starts, dtype=torch.int32, device="cuda"), inv_freq, attention_factor, k, v, options
+
+
+def own(k, v, options, row=slice(None)):
+    """Caches of one's own, of one row if asked."""
+    scales = {name: x[row].clone() for name, x in options.items() if name.endswith("_scale")}
+    return k[row].clone(), v[row].clone(), options | scales
+
+
+def same(a, b):
+    return torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+STEPS = [((32, 8), 128), ((32, 1), 128), ((12, 4), 64), ((8, 2), 80)]
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("int8", [False, True], ids=["same", "int8"])
+@pytest.mark.parametrize("heads,head_dim", STEPS, ids=str)
+def test_rope_and_attend_is_the_two_kernels(heads, head_dim, int8, qk_norm):
+    slots = 3000
+    for tokens, window in ((1, None), (5, None), (17, 100)):
+        starts = [0, 1, 63, 64, 127, 1983, 2600, slots - tokens, -1, slots - 1]
+        qkv, at, inv_freq, factor, k, v, options = step_inputs(
+            heads, tokens, starts, slots, head_dim, int8=int8, qk_norm=qk_norm
+        )
+        other_k, other_v, other = own(k, v, options)
+        q = rope_and_cache(qkv, at, inv_freq, k, v, attention_factor=factor, **options)
+        scales = {name: x for name, x in options.items() if name.endswith("_scale")}
+        wanted = flash_decode(q, k, v, at + tokens, window=window, **scales)
+        angles = rope_angles(at, tokens, inv_freq, factor)
+        got = rope_and_attend(qkv, at + tokens, angles, other_k, other_v, window=window, **other)
+        inside = (at >= 0) & (at + tokens <= slots)
+        assert got[inside].isfinite().all()
+        assert same(other_v, v) and all(same(other[name], scales[name]) for name in scales if name == "v_scale")
+        if qk_norm:
+            torch.testing.assert_close(got[inside], wanted[inside], rtol=2e-2, atol=2e-2)
+            assert int8 or ((other_k != k) & ~k.isnan()).float().mean() < 1e-3
+        else:
+            assert same(other_k, k) and all(same(other[name], scales[name]) for name in scales)
+            assert torch.equal(got[inside], wanted[inside])
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("int8", [False, True], ids=["same", "int8"])
+@pytest.mark.parametrize("heads,head_dim", STEPS, ids=str)
+def test_steps_of_one_token_are_a_step_of_many(heads, head_dim, int8, qk_norm):
+    """Bit for bit, the caches too; in a batch, and in a captured graph that the token before has just left."""
+    tokens, slots, starts = 16, 5000, [4900, 70, 700]
+    qkv, at, inv_freq, factor, k, v, options = step_inputs(
+        heads, tokens, starts, slots, head_dim, int8=int8, qk_norm=qk_norm
+    )
+    k_all, v_all, own_options = own(k, v, options)
+    together = rope_and_attend(qkv, at + tokens, rope_angles(at, tokens, inv_freq, factor), k_all, v_all, **own_options)
+    assert together.isfinite().all()
+    angles = rope_angles(at, tokens, inv_freq, factor)
+    for b in range(len(starts)):
+        row = slice(b, b + 1)
+        one_k, one_v, one = own(k, v, options, row)
+        lengths = [at[row] + t + 1 for t in range(tokens)]
+        turned = [tuple(x[row, t : t + 1].contiguous() for x in angles) for t in range(tokens)]
+
+        calls = [
+            partial(rope_and_attend, qkv[row, t : t + 1], lengths[t], turned[t], one_k, one_v, **one)
+            for t in range(tokens)
+        ]
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = [call() for call in calls]
+        graph.replay()
+        for t in range(tokens):
+            assert torch.equal(outs[t], together[row, :, t : t + 1]), (b, t)
+        assert same(one_k, k_all[row]) and same(one_v, v_all[row])
+
+
+TURNS = [((32, 8), 128, False), ((32, 8), 128, True), ((32, 1), 128, False), ((12, 4), 64, False)]
+
+
+@pytest.mark.parametrize("heads,head_dim,int8", TURNS, ids=str)
+def test_every_kind_of_chunk(heads, head_dim, int8):
+    """On both sides of every turning point, in the middle of what lies between, and tokens across it."""
+    for turn, tokens in itertools.product(decode.turning_points(heads[1], head_dim), (1, 5)):
+        lengths = [turn - 1 + tokens, turn + tokens, turn + turn // 2]
+        if heads[1] > 1 or turn < 100_000:  # the textbook wants more memory than the kernel
+            *tensors, scales = inputs(heads, tokens, lengths, lengths[-1], head_dim, int8=int8)
+            check(flash_decode(*tensors, **scales), *tensors, **scales)
+
+
+@pytest.mark.parametrize("heads,head_dim,int8", TURNS, ids=str)
+def test_rounds_of_drafts_over_every_turning_point(heads, head_dim, int8):
+    """Every draft is right, and `accept` says how many of them count: the bits are those of one token after another."""
+    turns, width, tokens = decode.turning_points(heads[1], head_dim), 5, 12
+    right = torch.ones(1, width, dtype=torch.int64, device="cuda")
+    for turn in turns:
+        begin, slots = turn - 7, turn + 5
+        qkv, at, inv_freq, factor, k, v, options = step_inputs(heads, tokens, [begin], slots, head_dim, int8=int8)
+        one_k, one_v, one = own(k, v, options)
+
+        def attend(first, count, k, v, options, qkv=qkv, at=at, inv_freq=inv_freq, factor=factor):
+            angles = rope_angles(at + first, count, inv_freq, factor)
+            return rope_and_attend(qkv[:, first : first + count], at + first + count, angles, k, v, **options)
+
+        alone = torch.cat([attend(t, 1, one_k, one_v, one) for t in range(tokens)], dim=2)
+        text, log = (
+            torch.zeros(1, slots + 1, dtype=torch.int32, device="cuda"),
+            torch.zeros_like(at).repeat(1, 2 + width),
+        )
+        position, added = at.clone(), []
+        while (first := sum(added)) + width <= tokens:
+            together = attend(first, width, k, v, options)
+            accept(text, position, torch.full_like(at, slots), right[:, 1:].int(), right, log, turns)
+            added.append(int(position - at) - first)
+            kept = slice(first, first + added[-1])
+            assert torch.equal(together[:, :, : added[-1]], alone[:, :, kept]), (turn, first)
+        assert added == [5, 2, 5]
+        assert same(one_k, k) and same(one_v, v)
