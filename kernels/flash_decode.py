@@ -204,6 +204,7 @@ def launch(
     limit = dict(maxnreg=plan.registers) if plan.registers and tiles_each == 1 and on_gpu else {}
     programs = plan.programs if tiles_each == 1 else min(plan.programs, 2)
     processors = device_limits(q.device.index)[2] if on_gpu else 3
+    early = processors * 128 // head_dim  # a chunk for each of them, and of half as many channels two
     rows = [strided(x, 3) for x in (q, k_cache, v_cache, as_words(v_cache))]
     fresh = [None] * 6 + [0.0]
     if new is not None:
@@ -212,7 +213,7 @@ def launch(
         *rows, strided(k_scale, 2), strided(v_scale, 2), strided(out, 3), cache_len, partial, lse, *fresh,
         batches=batch, blocks=blocks, scale_log2=(1.0 / math.sqrt(head_dim) if scale is None else scale) * LOG2_E,
         **sizes, **constants, TILES=tiles_each, BLOCK_M=ROWS, BLOCK_N=plan.keys, BLOCK_B=triton.next_power_of_2(batch),
-        early=processors * 128 // head_dim, PTX=on_gpu and q.dtype == torch.bfloat16, num_warps=plan.warps,
+        early=early, PTX=on_gpu and q.dtype == torch.bfloat16, num_warps=plan.warps,
         num_stages=plan.stages, **limit,
     )  # fmt: skip
     block_d, log_runs, options = combine_options(chunks, head_dim)
