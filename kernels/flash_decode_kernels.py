@@ -175,21 +175,22 @@ def combine_kernel(
 
         acc = tl.zeros([RUNS, BLOCK_D], tl.float32)
         total = tl.zeros([RUNS, 1], tl.float32)
-        # STEPS, however few chunks there are: where the compiler does not know the bound it saves registers, and waits
-        # for each chunk by itself.
+        # STEPS is a constant: where the compiler does not know how often a loop runs, it saves registers and waits for
+        # each chunk by itself.
         for start in tl.range(0, STEPS, UNROLL, num_stages=1):
-            partials, logs = (), ()  # all loads, then all sums: as many loads on their way as there are registers for
-            for j in tl.static_range(UNROLL):
-                chunk = tl.arange(0, RUNS) * RUN + start + j
-                inside = (chunk >= first) & (chunk < last)
-                pointers = partial_ptr + ((line + chunk) * HEAD_DIM)[:, None] + dims[None, :]
-                mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
-                partials = partials + (tl.load(pointers, mask=mask, other=0.0),)
-                logs = logs + (tl.load(lse_ptr + line + chunk, mask=inside, other=float("-inf")),)
-            for j in tl.static_range(UNROLL):
-                weight = tl.exp2(logs[j] - shift)[:, None]
-                acc = tl.fma(partials[j], tl.broadcast_to(weight, partials[j].shape), acc)
-                total += weight
+            if start < last:  # what lies behind adds exact zeros
+                partials, logs = (), ()  # all loads, then all sums: as many on their way as registers hold
+                for j in tl.static_range(UNROLL):
+                    chunk = tl.arange(0, RUNS) * RUN + start + j
+                    inside = (chunk >= first) & (chunk < last)
+                    pointers = partial_ptr + ((line + chunk) * HEAD_DIM)[:, None] + dims[None, :]
+                    mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
+                    partials = partials + (tl.load(pointers, mask=mask, other=0.0),)
+                    logs = logs + (tl.load(lse_ptr + line + chunk, mask=inside, other=float("-inf")),)
+                for j in tl.static_range(UNROLL):
+                    weight = tl.exp2(logs[j] - shift)[:, None]
+                    acc = tl.fma(partials[j], tl.broadcast_to(weight, partials[j].shape), acc)
+                    total += weight
         # Pairs, then pairs of pairs: runs of zeros at the end change no bit, so the size of the cache does not.
         accs, totals = acc, total
         for _pairs in tl.static_range(LOG_RUNS):
