@@ -123,8 +123,9 @@ def attend(q, k, v, lengths, window, scales) -> Tensor:
             if scales:
                 keys = (keys * scales["k_scale"][row : row + 1, :, seen, None]).to(q.dtype)
                 values = (values * scales["v_scale"][row : row + 1, :, seen, None]).to(q.dtype)
-            # The query heads that share keys are the queries of one head: all of them see all of these keys.
-            queries = q[row, :, t].contiguous().view(1, heads_kv, heads // heads_kv, head_dim)
+            # The query heads that share keys are the queries of one head: all of them see all of these keys. A copy:
+            # in which order PyTorch adds up depends on where numbers begin and lie in memory, which T would decide.
+            queries = q[row, :, t].clone(memory_format=torch.contiguous_format).view(1, heads_kv, -1, head_dim)
             out[row, :, t] = F.scaled_dot_product_attention(queries, keys, values).view(heads, head_dim)
     return out
 
@@ -297,7 +298,7 @@ class Decoder:
             logits [B T, V'], with the columns that pad the vocabulary.
         """
         config, eps, batch = self.config, self.config.norm_eps, len(start)
-        rows, width = None, len(x) // len(start)
+        width, rows = len(x) // batch, None  # rows: those of x that go through the products; None for all
         if not x.is_cuda and not (running := lengths > 0).all():
             # A GPU carries rows that have ended along. A CPU takes them out of the products, where each costs its time.
             rows = running.repeat_interleave(width).nonzero()[:, 0]

@@ -27,7 +27,7 @@ from sampling import Sampling
 from speculation import MODEL, AdaptiveDrafts, FixedDrafts, SpeculationStats
 from textstream import TextStream
 
-SLOTS = 1024  # the smallest cache of one that several calls are to fit into
+SLOTS = 1024  # tokens of each row: the least that a cache which is kept for later calls has room for
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Engine:
         release: let `model` lose each weight as it is packed, so that there are never two copies; it is useless then.
 
     Raises:
-        UserError: a tokenizer with ids that the model does not know, or a draft model with another tokenizer.
+        UserError: a tokenizer with ids that a model does not know, or a draft model with another tokenizer.
         ValueError: an option that is none of these.
     """
 
@@ -158,11 +158,7 @@ class Engine:
             raise ValueError(f"speculate={speculate!r} must be auto or a whole number from 0 to {MAX_DRAFTS}")
         if kv not in KV:
             raise ValueError(f"kv={kv!r} must be one of {', '.join(KV)}")
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise UserError(
-                f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids but the model only "
-                f"{model.config.vocab_size}: use the tokenizer it was trained with"
-            )
+        refuse_unknown_ids(model.config, tokenizer)
         self.tokenizer, self.config, self.kv = tokenizer, model.config, kv
         self.decoder = packed(model, quant, release)
         self.draft = None
@@ -173,6 +169,7 @@ class Engine:
                     f"the draft model's tokenizer ({its_tokenizer.name}) is not the model's ({tokenizer.name}): a "
                     "token would mean another text to each; use a draft model trained with the same tokenizer"
                 )
+            refuse_unknown_ids(small.config, tokenizer)
             self.draft = packed(small, quant, release)
         self.speculate = speculate
         self.policy = AdaptiveDrafts() if speculate == "auto" else FixedDrafts(speculate)
@@ -379,6 +376,15 @@ class Engine:
         """Bytes of a row's cache that a token at position `length` reads."""
         seen = min(length, self.config.sliding_window or length)
         return seen * cache_bytes(self.config, 1, CHUNK, self.decoder.dtype, self.kv) / CHUNK
+
+
+def refuse_unknown_ids(config, tokenizer):
+    """UserError if the model has no embedding for some of the tokenizer's ids."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} ids but the model only "
+            f"{config.vocab_size}: use the tokenizer it was trained with"
+        )
 
 
 def packed(model, quant: str | None, release: bool) -> Decoder:

@@ -94,13 +94,13 @@ def build_parser() -> Parser:
 
 
 def positive(text: str) -> int:
-    if not text.strip().isdigit() or int(text) < 1:
+    if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least 1")
     return int(text)
 
 
 def speculated(text: str) -> str | int:
-    if text != "auto" and (not text.strip().isdigit() or int(text) > MAX_DRAFTS):
+    if text != "auto" and (not text.strip().isdecimal() or int(text) > MAX_DRAFTS):
         raise argparse.ArgumentTypeError(f"{text!r} must be auto or a whole number from 0 to {MAX_DRAFTS}")
     return text if text == "auto" else int(text)
 

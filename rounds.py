@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from decoding import CHUNK, Decoder, whole_chunks
-from kernels.flash_decode import turning_points
+from kernels.flash_decode_plan import turning_points
 from kernels.round import INDEX_BITS, accept, gather, look_up, publish
 from sampling import Sampling, choose, parameters
 
@@ -75,7 +75,7 @@ class Rounds:
 
         self.tokens = zeros(batch, slots + MAX_DRAFTS + 1)
         self.state, parts = state_of(batch, self.device)
-        self.seeds, self.position, self.limit, self.turn, self.drafts, self.log, self.params = parts
+        self.seeds, self.position, self.limit, self.place, self.drafts, self.log, self.params = parts
         self.logprobs = zeros(batch, MAX_DRAFTS + 1, dtype=torch.float32)
         self.seen = zeros(batch, vocab_size, dtype=torch.bool)
         self.origin, self.shift = zeros(1), zeros(1)
@@ -89,7 +89,8 @@ class Rounds:
                 ((4,), torch.int64),
             )
         )
-        self.stamps, self.place = zeros(3, 2, dtype=torch.int64), 0
+        self.stamps = zeros(3, 2, dtype=torch.int64)
+        self.next_place = 0  # in the ring, of the next round to be launched
         self.done = [torch.cuda.Event() for _ in range(AHEAD + 1)] if self.cuda else None
         self.reading = [torch.cuda.Event(enable_timing=True) for _ in "12"] if self.cuda else [0.0, 0.0]
         self.pending: deque[tuple[int, int, int]] = deque()  # drafts, place in the ring, column of when it began
@@ -120,7 +121,7 @@ class Rounds:
         self.sampling, self.with_logprobs, self.lookup = sampling, logprobs, lookup
         self.penalty = sampling.repetition_penalty != 1
         self.pending.clear()
-        self.places, self.limits = [len(p) - 1 for p in prompts for _ in range(samples)], list(limits)
+        self.positions, self.limits = [len(p) - 1 for p in prompts for _ in range(samples)], list(limits)
         # What a draft model has not read, or only as a draft of its own, it reads again.
         unread, self.behind = self.behind + MAX_DRAFTS + 1, 0
         held, self.held = self.held if reuse else [], []
@@ -186,20 +187,20 @@ class Rounds:
         state, parts = state_of(self.batch, pin_memory=self.cuda)
         its_seeds, position, limit, _, drafts, _, params = parts
         its_seeds.copy_(torch.tensor([_int64(seed) for seed in seeds]))
-        position.copy_(torch.tensor(self.places))
+        position.copy_(torch.tensor(self.positions))
         limit.copy_(torch.tensor(self.limits))
         drafts.fill_(-1)
         settings = parameters(self.sampling, len(params), self.device)
         if settings is not None:
             params.copy_(settings)
         self.state.copy_(state, non_blocking=True)
-        self.place = 0
+        self.next_place = 0
 
     def room(self) -> int:
         """Drafts for which every running row surely has slots in the cache, whatever the rounds in the queue bring."""
         queued = sum(drafts + 1 for drafts, *_ in self.pending)
-        running = [min(place + queued, limit - 1) for place, limit in zip(self.places, self.limits, strict=True)]
-        return self.slots - 1 - max(running)
+        newest = [min(at + queued, limit - 1) for at, limit in zip(self.positions, self.limits, strict=True)]
+        return self.slots - 1 - max(newest)
 
     def end(self, row: int):
         """The row has ended: from the next round on it is left alone."""
@@ -222,23 +223,24 @@ class Rounds:
                 draft()
             verify()
             if self.cuda:
-                self.done[self.place].record()
-        self.pending.append((drafts, self.place, CATCHING_UP_BEGAN if read else DRAFTS_BEGAN if draft else BEGAN))
-        self.place = (self.place + 1) % len(self.ring[0])
+                self.done[self.next_place].record()
+        self.pending.append((drafts, self.next_place, CATCHING_UP_BEGAN if read else DRAFTS_BEGAN if draft else BEGAN))
+        self.next_place = (self.next_place + 1) % len(self.ring[0])
 
     def collect(self) -> Round:
         """The results of the oldest round that was launched; waits for it."""
         drafts, place, first = self.pending.popleft()
         if self.cuda:
             self.done[place].synchronize()
-        log, chances, times = (x[place] for x in self.ring)
+        log, logprobs, times = (x[place] for x in self.ring)
         log, times = log.tolist(), times.tolist()
         tokens = [row[2 : 2 + row[0]] for row in log]
-        logprobs = None
         if self.with_logprobs:
-            logprobs = [row[: len(new)] for row, new in zip(chances.tolist(), tokens, strict=True)]
+            logprobs = [row[: len(new)] for row, new in zip(logprobs.tolist(), tokens, strict=True)]
+        else:
+            logprobs = None
         match, self.match = self.match, [row[1] >> INDEX_BITS for row in log]
-        self.places = [place + len(new) for place, new in zip(self.places, tokens, strict=True)]
+        self.positions = [position + len(new) for position, new in zip(self.positions, tokens, strict=True)]
         draft_seconds, seconds = ((times[end] - times[first]) / 1e9 for end in (BEGAN, DONE))
         return Round(drafts, tokens, logprobs, match, draft_seconds, seconds)
 
@@ -264,7 +266,7 @@ class Rounds:
             self.seen.scatter_(1, torch.where(kept, chosen, self._newest()), True)
         if self.lookup:
             look_up(self.tokens, self.position, self.log)
-        publish(self.log, self.logprobs if self.with_logprobs else None, self.stamps, self.turn, self.ring)
+        publish(self.log, self.logprobs if self.with_logprobs else None, self.stamps, self.place, self.ring)
 
     def _draft(self, drafts):
         """The smaller model's own text, one token after another. Its first step takes two tokens: when all drafts of
@@ -324,7 +326,7 @@ class Rounds:
     def _capture(self, work):
         """A graph of `work`. It runs first, on rows that count as ended: so nothing moves, and every kernel is compiled
         and has made what it keeps."""
-        limit, turn = self.limit.clone(), self.turn.clone()
+        limit, place = self.limit.clone(), self.place.clone()
         self.limit.fill_(-1)
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
@@ -336,13 +338,13 @@ class Rounds:
         with torch.cuda.graph(graph, pool=self.pool):
             work()
         self.limit.copy_(limit)
-        self.turn.copy_(turn)
+        self.place.copy_(place)
         return graph
 
 
 def state_of(batch: int, device="cpu", pin_memory: bool = False) -> tuple[Tensor, list[Tensor]]:
     """What a call sets before its first round, as one piece of memory, so that one copy brings it: int32 [n] of zeros,
-    and its parts: seeds, position, limit, turn, drafts, log (kernels/round.py), params (sampling.py)."""
+    and its parts: seeds, position, limit, place, drafts, log (kernels/round.py), params (sampling.py)."""
     integers = ((batch,), (batch,), (1,), (batch, MAX_DRAFTS), (batch, MAX_DRAFTS + 3))
     shapes = [((batch,), torch.int64), *((shape, torch.int32) for shape in integers)]
     shapes += [((batch * (MAX_DRAFTS + 1), 5), torch.float32)]

@@ -20,6 +20,7 @@ CHOICES = (0, 1, 3, 7, 15)  # with the newest token 2, 4, 8 and 16: kernels work
 DEBT = 0.02  # of the time so far: the most that drafting in vain may cost
 ADVANTAGE = 1.03  # another k must promise so much more to be taken instead, and any k than plain decoding
 LEARNING, DRIFT = 0.1, 0.04  # how fast a_j follows what is seen, and what is not seen
+FALL, RISE, OUTLIER = 0.5, 0.1, 3  # how fast t(k) follows shorter and longer rounds; more than 3 t(k) counts as that
 PLAIN_FIRST, PLAIN_EVERY = 3, 100  # rounds: t(0) is what all is compared with, and is kept up to date
 MODEL = -1  # in place of a match's length: the drafts come from a smaller model
 FIRST_GUESS = {2: 0.3, 3: 0.5, 4: 0.7, MODEL: 0.7}  # a_j before anything was measured, by where drafts come from
@@ -83,7 +84,8 @@ class AdaptiveDrafts:
         k, seconds = done.drafts, done.seconds
         known = self.seconds.get(k, seconds)
         # An average that falls faster than it rises: what disturbs a round makes it longer.
-        self.seconds[k] = known + (0.5 if seconds < known else 0.1) * (min(seconds, 3 * known) - known)
+        change = min(seconds, OUTLIER * known) - known
+        self.seconds[k] = known + (FALL if change < 0 else RISE) * change
         self.elapsed += seconds
         self.plain_rounds, self.since_plain = self.plain_rounds + (k == 0), self.since_plain + 1 if k else 0
         if k == 0 or not added:

@@ -2,7 +2,7 @@
 
     python -m bench.decode_attention            the table
     python -m bench.decode_attention --quick    two shapes
-    python -m bench.decode_attention --sweep    time candidate plans for kernels/flash_decode.py
+    python -m bench.decode_attention --sweep    time candidate plans for kernels/flash_decode_plan.py
 
 Microseconds a call inside a CUDA graph, which is how a decoder runs them: no launch from the host is counted. A cache
 that fits in the L2 would be read from there and not from memory, so the calls of a graph go round through caches that
@@ -25,7 +25,8 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import flash_decode
-from kernels.flash_decode import TURNS, Chunks, Plan, launch, plan_for, programs_that_fit
+from kernels.flash_decode import launch
+from kernels.flash_decode_plan import TURNS, Chunks, Plan, plan_for, programs_that_fit
 
 DTYPE = torch.bfloat16
 PEERS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION}

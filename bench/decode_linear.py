@@ -1,4 +1,4 @@
-"""A few rows times a weight matrix: our kernel in bf16, int8 and int4 beside torch's F.linear, in bytes a second.
+"""A few rows times a weight matrix: our kernels in bf16, int8 and int4 beside torch's F.linear, in bytes a second.
 
     python -m bench.decode_linear                       the table
     python -m bench.decode_linear --rows 1 8 16         for these numbers of rows
@@ -149,16 +149,22 @@ def entry_of(bits: int, shape: Shape) -> tuple:
 
 def candidates(bits: int, shape: Shape) -> list:
     """Tilings worth trying for a matrix, of each of the kernels that could take it."""
-    if bits == 16:
-        pipeline = entry_of(bits, shape)[0] == "decode_linear"
-        return ring_candidates(shape)[: 4 if pipeline else None] + (pipeline_candidates() if pipeline else list(TABLE))
-    found = list(quantized_linear.TABLE[bits])
-    ring = quantized_linear.Tiling
-    found += [ring(1, 4, 8, 4), ring(1, 8, 4, 2), ring(1, 8, 8, 4), ring(2, 4, 4, 2), ring(2, 8, 4, 4), ring(2, 16, 2)]
+    if bits != 16:
+        return quantized_candidates(bits, shape)
+    # All of the kernel that takes it, and a few of the other, to see on which side of the line it belongs.
+    if entry_of(bits, shape)[0] == "ring_linear":
+        return ring_candidates(shape) + list(TABLE)
+    return ring_candidates(shape)[:4] + pipeline_candidates()
+
+
+def quantized_candidates(bits: int, shape: Shape) -> list[quantized_linear.Tiling]:
+    """Those in use, and others of 4 to 16 warps: with more panels a program where there are rows enough for it."""
+    numbers = [(1, 4, 8, 4), (1, 8, 4, 2), (1, 8, 8, 4), (2, 4, 4, 2), (2, 8, 4, 4), (2, 16, 2)]
     if shape.N > 4096:
-        found += [ring(2, 4, 3, 3), ring(4, 2, 2, 2), ring(4, 4, 2, 2), ring(4, 8, 2, 2)]
+        numbers += [(2, 4, 3, 3), (4, 2, 2, 2), (4, 4, 2, 2), (4, 8, 2, 2)]
     else:
-        found += [ring(1, 4, 4, 4), ring(1, 8, 2, 2), ring(1, 16, 2, 2), ring(1, 16, 4, 4)]
+        numbers += [(1, 4, 4, 4), (1, 8, 2, 2), (1, 16, 2, 2), (1, 16, 4, 4)]
+    found = [*quantized_linear.TABLE[bits], *itertools.starmap(quantized_linear.Tiling, numbers)]
     return list(dict.fromkeys(found))
 
 
@@ -170,7 +176,7 @@ def ring_candidates(shape: Shape) -> list[ring_linear.Tiling]:
     whole = []
     for panels, slices, chunks in itertools.product((1, 2, 4), (4, 8, 16), (1, 2)):
         tiling = ring(panels, slices, chunks)
-        words = 4 * panels * chunks * ring_linear.constants(tiling, 1, shape.K)["STEPS"]  # of W, in registers
+        words = 4 * panels * chunks * ring_linear.constants(tiling, 1, shape.K)["STEPS"]  # of W, in a lane's registers
         if words <= 96 and slices * chunks <= 16:
             whole.append(tiling)
     return (queues if shape.K >= 1024 else queues[:2]) + whole
@@ -179,13 +185,11 @@ def ring_candidates(shape: Shape) -> list[ring_linear.Tiling]:
 def pipeline_candidates() -> list[Tiling]:
     """Between 4 and 32 KB of weights a step, 16 to 160 KB on their way in a program."""
     found = list(TABLE)
-    for block_n, block_k, slices, warps, stages in itertools.product(
-        (16, 32, 64), (64, 128), (4, 8), (4, 8), (3, 5)
-    ):  # fmt: skip
-        step = block_n * block_k * slices * 2
-        x_bytes = 8 * block_k * slices * 2  # eight rows
-        right = 4096 <= step <= 32768 and 16384 <= step * (stages - 1) and (step + x_bytes) * stages <= 180_000
-        if right and slices >= warps:
+    for block_n, block_k, slices, warps, stages in itertools.product((16, 32, 64), (64, 128), (4, 8), (4, 8), (3, 5)):
+        step = block_n * block_k * slices * 2  # bytes
+        x_step = 8 * block_k * slices * 2  # of eight rows
+        fits = 4096 <= step <= 32768 and 16384 <= step * (stages - 1) and (step + x_step) * stages <= 180_000
+        if fits and slices >= warps:
             found.append(Tiling(block_n, block_k, slices, warps, stages))
     return list(dict.fromkeys(found))
 
@@ -213,7 +217,7 @@ def compile_tiling(bits: int, tiling, shape: Shape, rows: int) -> str | None:
 
 def short(tiling) -> str:
     """A tiling as its numbers."""
-    values = ",".join("-" if value is None else str(value) for value in astuple(tiling)[:5])
+    values = ",".join("-" if value is None else str(value) for value in astuple(tiling))
     return ("pipeline " if isinstance(tiling, Tiling) else "") + values
 
 

@@ -76,7 +76,7 @@ class Tiling:
 # A function of the matrix alone, never of x: it decides in which order a row's terms are added. The class of a matrix
 # is the first of CLASSES, the largest N, that it fits into. `python -m bench.decode_linear --sweep` times candidates.
 CLASSES = (12288, 2**31)
-TABLE = (Tiling(16, 128, 4, 4, 3), Tiling(32, 128, 4, 4, 3))  # for 16 bits
+TABLE = (Tiling(16, 128, 4, 4, 3), Tiling(32, 128, 4, 4, 3))  # for weights of 16 bits
 FP32 = Tiling(16, 32, 4, 4, 1)  # x in fp32: plain multiply-adds, for exactness and not for speed
 
 

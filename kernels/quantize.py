@@ -32,6 +32,7 @@ from torch import Tensor
 GROUPS = (32, 64, 128)
 PANEL = 16  # rows of a chunk
 CHUNK_COLUMNS = {8: 32, 4: 64}  # by the bits of a weight
+CHUNK_WORDS = PANEL * 32 // 4  # 16 rows x 32 bytes
 CHUNK_ELEMENTS = 2**24  # weights converted at a time: 64 MB for each fp32 copy
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)  # candidates for a group's scale, relative to no clipping
 
@@ -106,7 +107,7 @@ def quantize(weight: Tensor, bits: str | None, group: int = 64) -> Weight:
 
 def packed_words(K: int, bits: str) -> int:
     """Words of 32 bits in a panel of 16 rows of K weights."""
-    return -(-K // CHUNK_COLUMNS[4 if bits == "int4" else 8]) * 128
+    return -(-K // CHUNK_COLUMNS[4 if bits == "int4" else 8]) * CHUNK_WORDS
 
 
 def _quantize_rows(packed, w, start):
@@ -136,8 +137,9 @@ def _to_fragments(rows: Tensor) -> Tensor:
 
 def _from_fragments(values: Tensor) -> Tensor:
     """The inverse of `_to_fragments`."""
-    x = values.view(len(values), -1, 8, 4, 2, 2)  # panel, chunk, r, j, s, m
-    x = x.permute(0, 5, 2, 1, 3, 4).reshape(len(values) * PANEL, -1)  # words of rows: chunk, j, s
+    chunks = values.shape[1] // CHUNK_WORDS
+    x = values.view(len(values), chunks, 8, 4, 2, 2)  # panel, chunk, r, j, s, m
+    x = x.permute(0, 5, 2, 1, 3, 4).reshape(len(values) * PANEL, 8 * chunks)  # words of rows: chunk, j, s
     middle = ((x >> 8) & 0xFF00) | ((x & 0xFF00) << 8)  # byte 2 k + a -> 2 a + k: these two change places
     return ((x & ~0xFFFF00) | middle).view(torch.uint8)
 

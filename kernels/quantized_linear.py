@@ -160,6 +160,7 @@ def scale_of_sums(scale, SLICES: tl.constexpr, PANELS: tl.constexpr):
 
 @triton.jit
 def times(x, factor):
+    """x * factor, rounded once, to x's dtype."""
     return (x.to(tl.float32) * factor.to(tl.float32)).to(x.dtype)
 
 

@@ -241,5 +241,6 @@ def decode_linear(
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function of every row [1, K] of x by itself, one under another."""
-    return function(x) if len(x) == 1 else torch.cat([function(row) for row in x.split(1)])
+    """function of every row [1, K] of x by itself, one under another. Each is copied, so that all begin at the same
+    place of a cache line: PyTorch's products may add up in another order otherwise."""
+    return function(x) if len(x) == 1 else torch.cat([function(row.clone()) for row in x.split(1)])

@@ -67,8 +67,9 @@ if triton is not None:
 
     @triton.jit
     def store_heads(cache, scales, batch, heads, slot, left, right, dims, mask, HALF: tl.constexpr):
-        """Head vectors [BLOCK_H, HALF] twice into a cache (pointer, batch, head and slot strides), where `mask`
-        [BLOCK_H]; as int8 with their scales if there are `scales` (pointer, batch and head strides)."""
+        """Head vectors, their `left` and `right` halves [M, HALF], into a cache (pointer, batch, head and slot strides)
+        where `mask` [M]; as int8 with their scales if there are `scales` (pointer, batch and head strides). batch,
+        heads, slot: where each belongs, [M] or one for all."""
         pointer, batch_stride, head_stride, slot_stride = cache
         batch, heads, slot = batch.to(tl.int64), heads.to(tl.int64), slot.to(tl.int64)
         if scales is not None:

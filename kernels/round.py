@@ -22,7 +22,7 @@ Arguments named alike everywhere:
     position  int32 [B]        index of the newest token
     limit     int32 [B]        last index at which a token may stand
     drafts    int32 [B, K]     draft 1 .. K of what follows; -1 is no draft and never stands
-    turns     positions, see `flash_decode.turning_points`: a round that begins before one adds no token that was
+    turns     positions, see `flash_decode_plan.turning_points`: a round that begins before one adds no token that was
               chosen behind it, since a round that begins there would add up attention in another order
     log       int32 [B, 2 + K + 1]  what the host reads: tokens added, match (below), the tokens chosen after each of T
     match     one integer, 0 for none: the length n of the match in the bits from 28 on, below them the index of the
@@ -149,24 +149,25 @@ def look_up(tokens: Tensor, position: Tensor, log: Tensor) -> None:
     log[:, 1] = score.amax(1).int()
 
 
-def publish(log: Tensor, logprobs: Tensor | None, stamps: Tensor, turn: Tensor, ring: tuple[Tensor, Tensor, Tensor]):
-    """Put what a round did into the place of the host's ring whose turn it is.
+def publish(log: Tensor, logprobs: Tensor | None, stamps: Tensor, place: Tensor, ring: tuple[Tensor, Tensor, Tensor]):
+    """Put what a round did into the next place of the host's ring.
 
     Args:
         log, logprobs: as above, and fp32 [B, K + 1] or None.
-        stamps: int64 [3, 2], the first column: when three parts of the round began, in nanoseconds.
-        turn: int32 [1], the place; it moves on.
+        stamps: int64 [3, 2], the first column: when three parts of the round began, in nanoseconds. (The second is
+            room: each of them begins at 16 bytes, so that `gather` is compiled once for all.)
+        place: int32 [1], the index into the ring; it moves on.
         ring: R places of log and logprobs, and int64 [R, 4]: the three stamps, and the time of this.
     """
     if log.is_cuda and triton is not None:
-        return launch_publish(log, logprobs, stamps, turn, ring)
-    place = turn.item()
-    logs, chances, times = (x[place] for x in ring)
-    logs.copy_(log)
+        return launch_publish(log, logprobs, stamps, place, ring)
+    index = place.item()
+    its_log, its_logprobs, times = (x[index] for x in ring)
+    its_log.copy_(log)
     if logprobs is not None:
-        chances.copy_(logprobs)
+        its_logprobs.copy_(logprobs)
     times[:3], times[3] = stamps[:, 0], time.perf_counter_ns()
-    turn.fill_((place + 1) % len(ring[0]))
+    place.fill_((index + 1) % len(ring[0]))
 
 
 if triton is not None:
@@ -263,6 +264,28 @@ if triton is not None:
             if best > 0:
                 tl.atomic_max(log + row * stride_log + 1, best)
 
+    @triton.jit(do_not_specialize=["log_size", "logprobs_size"])
+    def publish_kernel(
+        log, logprobs, stamps, place, ring_log, ring_logprobs, ring_times, log_size, logprobs_size,
+        PLACES: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+    ):  # fmt: skip
+        """One program."""
+        wait_for_the_kernel_before(OVERLAP)
+        index = tl.load(place)
+        for start in range(0, log_size, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            tl.store(ring_log + index * log_size + i, tl.load(log + i, mask=i < log_size), mask=i < log_size)
+        if logprobs is not None:
+            for start in range(0, logprobs_size, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                values = tl.load(logprobs + i, mask=i < logprobs_size)
+                tl.store(ring_logprobs + index * logprobs_size + i, values, mask=i < logprobs_size)
+        for i in tl.static_range(3):
+            tl.store(ring_times + index * 4 + i, tl.load(stamps + 2 * i))
+        tl.store(ring_times + index * 4 + 3, globaltimer())
+        tl.debug_barrier()  # every warp has read it
+        tl.store(place, (index + 1) % PLACES)
+
     def launch_gather(tokens, position, limit, drafts, seeds, embed, width, first, shift, match, stamp=None):
         batch, channels = len(tokens), embed.shape[1]
         x = embed.new_empty(batch * width, channels)
@@ -289,31 +312,9 @@ if triton is not None:
             BLOCK=LOOK_UP_BLOCK, num_warps=4, **launch_options(tokens.device),
         )  # fmt: skip
 
-    @triton.jit(do_not_specialize=["size", "chances"])
-    def publish_kernel(
-        log, logprobs, stamps, turn, ring_log, ring_logprobs, ring_times, size, chances, PLACES: tl.constexpr,
-        BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
-    ):  # fmt: skip
-        """One program."""
-        wait_for_the_kernel_before(OVERLAP)
-        place = tl.load(turn)
-        for start in range(0, size, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            tl.store(ring_log + place * size + i, tl.load(log + i, mask=i < size), mask=i < size)
-        if logprobs is not None:
-            for start in range(0, chances, BLOCK):
-                i = start + tl.arange(0, BLOCK)
-                values = tl.load(logprobs + i, mask=i < chances)
-                tl.store(ring_logprobs + place * chances + i, values, mask=i < chances)
-        for i in tl.static_range(3):
-            tl.store(ring_times + place * 4 + i, tl.load(stamps + 2 * i))
-        tl.store(ring_times + place * 4 + 3, globaltimer())
-        tl.debug_barrier()  # every warp has read it
-        tl.store(turn, (place + 1) % PLACES)
-
-    def launch_publish(log, logprobs, stamps, turn, ring):
-        chances = 0 if logprobs is None else logprobs.numel()
+    def launch_publish(log, logprobs, stamps, place, ring):
+        logprobs_size = 0 if logprobs is None else logprobs.numel()
         publish_kernel[(1,)](
-            log, logprobs, stamps, turn, *ring, log.numel(), chances, PLACES=len(ring[0]), BLOCK=128, num_warps=1,
-            **launch_options(log.device),
+            log, logprobs, stamps, place, *ring, log.numel(), logprobs_size, PLACES=len(ring[0]), BLOCK=128,
+            num_warps=1, **launch_options(log.device),
         )  # fmt: skip

@@ -106,7 +106,7 @@ def choose(
     candidates = new(B, CANDIDATES.value, dtype=torch.float32) if few else None
     candidate_tokens = new(B, CANDIDATES.value, dtype=torch.int32) if few else None
     out = new(B, dtype=torch.int64) if out is None else out
-    chances = new(B, dtype=torch.float32) if logprobs else None
+    chosen_logprobs = new(B, dtype=torch.float32) if logprobs else None
     if seen is not None and seen.dtype == torch.bool:
         seen = seen.view(torch.uint8)
     row = (logits, logits.stride(0), seen, 0 if seen is None else seen.stride(0), params, seeds, positions)
@@ -134,8 +134,8 @@ def choose(
                 BY_TOP_P=filters != "min_p", PTX=ptx, num_warps=SCAN_WARPS, **sizes,
             )  # fmt: skip
         pick_kernel[(B,)](
-            *row, partial, best_token, run_max, run_list, candidates, candidate_tokens, out, chances, V, programs, runs,
-            PROGRAMS=holds, RUNS=max(RUNS_OF_A_GROUP.value, triton.next_power_of_2(runs)), RUN=run, FILTERS=few,
-            PTX=ptx, num_warps=PICK_WARPS, **overlap,
+            *row, partial, best_token, run_max, run_list, candidates, candidate_tokens, out, chosen_logprobs, V,
+            programs, runs, PROGRAMS=holds, RUNS=max(RUNS_OF_A_GROUP.value, triton.next_power_of_2(runs)), RUN=run,
+            FILTERS=few, PTX=ptx, num_warps=PICK_WARPS, **overlap,
         )  # fmt: skip
-    return (out, chances) if logprobs else out
+    return (out, chosen_logprobs) if logprobs else out

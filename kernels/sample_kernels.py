@@ -1,4 +1,4 @@
-"""The two kernels behind sample.py, which says what they do and why."""
+"""The first and the last kernel of a choice, and what the two of sample_narrow.py share with them: see sample.py."""
 
 import triton
 import triton.language as tl
@@ -12,12 +12,14 @@ CANDIDATES = tl.constexpr(1024)  # tokens kept in registers, at most
 FEW = tl.constexpr(256)  # that are compared with one another, at most
 COMPARED = tl.constexpr(32)  # with all of them at a time
 TOKENS_AT_A_TIME = tl.constexpr(4096)  # of the runs that are read again
-RUNS_OF_A_GROUP = tl.constexpr(8)  # whose places are found together
+RUNS_OF_A_GROUP = tl.constexpr(8)  # whose places among the chosen are found together
 STRIDE = tl.constexpr(4096)  # columns of one step over a whole row
 # Noise lies between -2.9 and 44.4: a token further than this below the likeliest one can never be chosen.
 FARTHEST = tl.constexpr(-64.0)
 EVERYTHING = tl.constexpr(0x7F800000)  # a depth, that of -inf
+# Columns of what a row's `settings` are, as `sample.parameters` makes them.
 TEMPERATURE, TOP_K, TOP_P, LOG_MIN_P, PENALTY = (tl.constexpr(i) for i in range(5))
+SETTINGS = tl.constexpr(5)
 # What a scanning program leaves behind, as rows of `partial` [B, 5, programs].
 MAX, RAW_MAX, RAW_SUM, BEST, NOISE = (tl.constexpr(i) for i in range(5))
 PARTIAL = tl.constexpr(5)
@@ -95,7 +97,7 @@ def scan_kernel(
     """Program (i, b): columns i of row b. DRAW: rows without filters; FILTERS: and leave the maxima of runs."""
     wait_for_the_kernel_before(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1)
-    settings += row * 5
+    settings += row * SETTINGS
     temperature = tl.load(settings + TEMPERATURE)
     greedy = temperature < GREEDY_BELOW
     temperature = tl.where(greedy, 1.0, temperature)
@@ -142,7 +144,7 @@ def pick_kernel(
     """Program b: row b. PROGRAMS, RUNS: powers of two that hold `programs`, `runs`."""
     wait_for_the_kernel_before(OVERLAP)
     row = tl.program_id(0)
-    settings += row * 5
+    settings += row * SETTINGS
     temperature = tl.load(settings + TEMPERATURE)
     greedy = temperature < GREEDY_BELOW
     temperature = tl.where(greedy, 1.0, temperature)

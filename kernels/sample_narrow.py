@@ -23,6 +23,7 @@ from kernels.sample_kernels import (
     MAX,
     PARTIAL,
     PENALTY,
+    SETTINGS,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -66,10 +67,11 @@ def narrow_kernel(
     level, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, PARTS: tl.constexpr, TOP_K_TOO: tl.constexpr,
     WEIGHTED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, b): columns i of row b. WEIGHTED: top-p, after TOP_K_TOO top-k; else top-k."""
+    """Program (i, b): columns i of row b, for one level. WEIGHTED: the search for top-p, of what top-k has left if
+    TOP_K_TOO; else that for top-k."""
     wait_for_the_kernel_before(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1)
-    settings += row * 5
+    settings += row * SETTINGS
     temperature = tl.load(settings + TEMPERATURE)
     top_k = tl.load(settings + TOP_K)
     if WEIGHTED:
@@ -125,7 +127,7 @@ def draw_kernel(
     """Program (i, b): columns i of row b. BY_TOP_K, BY_TOP_P: whether these were searched for."""
     wait_for_the_kernel_before(OVERLAP)
     part, row = tl.program_id(0), tl.program_id(1)
-    settings += row * 5
+    settings += row * SETTINGS
     temperature = tl.load(settings + TEMPERATURE)
     greedy = temperature < GREEDY_BELOW
     temperature = tl.where(greedy, 1.0, temperature)

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.interpreter import INTERPRETED
-from kernels.quantize import Weight
+from kernels.quantize import CHUNK_WORDS, Weight
 
 UNPACKED_CHUNKS = 8  # of one panel, in a program that writes a matrix out
 
@@ -169,7 +169,7 @@ def unpacked(weight: Weight, dtype: torch.dtype) -> Tensor:
     N, K = weight.shape
     out = weight.scales.new_empty(N, K, dtype=dtype)
     panels = weight.values.shape[0]
-    blocks = triton.cdiv(weight.values.shape[1] // 128, UNPACKED_CHUNKS)
+    blocks = triton.cdiv(weight.values.shape[1] // CHUNK_WORDS, UNPACKED_CHUNKS)
     unpack_kernel[(blocks, panels)](
         weight.values, weight.scales, out, N, K, weight.values.stride(0), BITS=weight.bits,
         GROUP=weight.group or 0, CHUNKS=UNPACKED_CHUNKS,

@@ -1,25 +1,29 @@
-"""Compile decode_linear and the sampling kernel for GPUs that are not here, and read the machine code.
+"""Compile decode_linear and its kernel for 8 and 4 bits for GPUs that are not here, and read the machine code.
 
 Read are registers spilled, shared memory, tensor core instructions, and of the loop: loads that wait where they stand
 (LDG) instead of arriving ahead of time (LDGSTS), where one costs a trip to memory at each step; and in the kernel for
 quantised weights, whose LDGs are some steps ahead, anything that moves weights between lanes.
-See tests/test_kernel_lint.py; this too compiles in a process of its own (`python -m tests.test_decode_linear_lint`).
+See machine_code.py for how; ring_linear.py has a file of its own.
 """
 
 import json
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections import namedtuple
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from tests.test_kernel_lint import SHARED_MEMORY, read_machine_code  # noqa: E402
+from tests.machine_code import (  # noqa: E402
+    SHARED_MEMORY,
+    compile_for,
+    described,
+    from_own_process,
+    instructions,
+    read_machine_code,
+    signature_of,
+)
 
 Job = namedtuple("Job", "capability bits entry rows fusion even group", defaults=(True, 64))
 FUSIONS = {"norm+swiglu": ("norm",), "residual": ("residual",), "norm+bias": ("norm", "bias")}
@@ -39,28 +43,10 @@ QUANTISED_JOBS = (
 # Bytes that each thread may spill; outside this list, none.
 SPILLS = {Job(c, 8, 0, 8, "norm+swiglu"): 8 for c in (86, 89)}
 UNPACKERS = (8, 4)
-SAMPLERS = ("scan", "pick", "pick without filters")
-
-
-def signature_of(kernel, pointers, constants, plain):
-    """What ASTSource wants: `pointers` name -> type (None for an absent argument), other arguments are integers."""
-    signature, values, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants or (name in pointers and pointers[name] is None):
-            signature[name], values[(i,)] = "constexpr", constants.get(name)
-        else:
-            signature[name] = pointers.get(name, "fp32" if name == "eps" else "i32")
-            if name != "eps" and name not in plain:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    return signature, values, attributes
 
 
 def compiled_code(kernel, arguments, capability, **options):
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(ASTSource(kernel, *arguments), target=target, options=options)
+    compiled = compile_for(capability, kernel, *arguments, **options)
     cubin = compiled.asm["cubin"]
     return dict(shared=compiled.metadata.shared, **in_the_loop(cubin), **read_machine_code(cubin))
 
@@ -68,12 +54,7 @@ def compiled_code(kernel, arguments, capability, **options):
 def in_the_loop(cubin):
     """Instructions inside the loop that holds the matrix instructions, the longest if it was written out (0 where
     there is none): `loads` from memory that wait where they stand; `shuffles` between lanes, or by shared memory."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(cubin)
-        file.flush()
-        tool = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        code = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    lines = [(int(a, 16), op) for a, op in re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(.*);", code, re.MULTILINE)]
+    lines = instructions(cubin)
     body = []
     for address, operation in lines:
         target = re.search(r"BRA.* 0x([0-9a-f]+)", operation)
@@ -131,23 +112,7 @@ def compile_unpacker(bits):
     return compiled_code(unpack_kernel, signature_of(unpack_kernel, pointers, constants, plain=()), 90)
 
 
-def compile_sampler(name):
-    from kernels import sample
-
-    filters = name != "pick without filters"
-    kernel = sample.scan_kernel if name == "scan" else sample.pick_kernel
-    pointers = dict(logits="*bf16", seen=None, settings="*fp32", seeds="*i64", positions="*i64", partial="*fp32")
-    pointers |= dict(best_token="*i32", out="*i64", logprobs=None)
-    pointers |= {x: t if filters else None for x, t in (("run_max", "*fp32"), ("run_list", "*i32"))}
-    pointers |= {x: "*i32" if filters else None for x in ("candidates", "candidate_tokens")}
-    constants = dict(BLOCK=sample.BLOCK, RUN=32, FILTERS=filters, PTX=True, PROGRAMS=128, RUNS=4096, OVERLAP=True)
-    constants["LOGPROBS"] = False
-    arguments = signature_of(kernel, pointers, constants, plain={"V", "programs", "runs"})
-    return compiled_code(kernel, arguments, 90, num_warps=sample.SCAN_WARPS if name == "scan" else sample.PICK_WARPS)
-
-
-WORK = [(compile_job, JOBS), (compile_quantised, QUANTISED_JOBS), (compile_sampler, SAMPLERS)]
-WORK += [(compile_unpacker, UNPACKERS)]
+WORK = [(compile_job, JOBS), (compile_quantised, QUANTISED_JOBS), (compile_unpacker, UNPACKERS)]
 
 
 def main():
@@ -158,17 +123,8 @@ def main():
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.test_decode_linear_lint"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
     jobs = [(function.__name__, job) for function, jobs in WORK for job in jobs]
-    return dict(zip(jobs, json.loads(done.stdout), strict=True))
-
-
-described = pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."), reason="the machine code of Triton 3.6 is described here"
-)
+    return dict(zip(jobs, from_own_process("tests.test_decode_linear_lint"), strict=True))
 
 
 def name_of(job):
@@ -200,13 +156,6 @@ def test_quantised(job, compiled):
 @pytest.mark.parametrize("bits", UNPACKERS)
 def test_unpacker(bits, compiled):
     seen = compiled["compile_unpacker", bits]
-    assert seen["spilled"] == 0 and seen["shared"] <= 48 * 1024, seen
-
-
-@described
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_sampler(name, compiled):
-    seen = compiled["compile_sampler", name]
     assert seen["spilled"] == 0 and seen["shared"] <= 48 * 1024, seen
 
 

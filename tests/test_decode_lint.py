@@ -1,20 +1,24 @@
-"""Compile the kernels of decoding for GPUs that are not here, and read the machine code: see test_kernel_lint.py."""
+"""Compile the attention of decoding for GPUs that are not here, and read the machine code: see machine_code.py."""
 
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections import namedtuple
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from tests.test_kernel_lint import SHARED_MEMORY, read_machine_code  # noqa: E402
+from tests.machine_code import (  # noqa: E402
+    REGISTERS,
+    SHARED_MEMORY,
+    compile_for,
+    described,
+    from_own_process,
+    read_machine_code,
+    signature_of,
+)
 
 Job = namedtuple("Job", "capability kernel cache head_dim tiles rope window")
-REGISTERS = 65_536  # of a multiprocessor
 KINDS = ("bf16", "i8")
 JOBS = (
     [Job(90, "split", cache, d, tiles, False, False) for cache in KINDS for d in (64, 128) for tiles in (1, 4)]
@@ -37,78 +41,66 @@ SPILLS |= {job: 96 for job in JOBS if job.kernel == "split" and job.tiles == 4}
 SPILLS |= {job: 48 for job in JOBS if job.kernel == "split" and job.cache == "i8" and job.rope and job.tiles == 1}
 
 
-def compile_job(job):
-    """Compile one kernel as its launcher would; what the machine code looks like, as a dict."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def element_of(job):
+    """The dtype of q, and the bytes of an element of the cache."""
+    return "bf16" if job.cache == "i8" else job.cache, {"i8": 1, "fp32": 4}.get(job.cache, 2)
 
-    from kernels.flash_decode import ROWS, RUN, combine_options, plan_for_chip
+
+def kernel_of(job, plan):
+    """The kernel, its constants, and the options it is launched with."""
+    from kernels.flash_decode import ROWS
     from kernels.flash_decode_kernels import combine_kernel, split_kernel
+    from kernels.flash_decode_plan import RUN, combine_options
     from kernels.rope_cache import BLOCK_H, rope_angles_kernel, rope_cache_kernel
 
-    element = "bf16" if job.cache == "i8" else job.cache
-    size = {"i8": 1, "fp32": 4}.get(job.cache, 2)
-    plan = plan_for_chip(8, job.head_dim, size, SHARED_MEMORY[job.capability])
-    constants, options = dict(HEAD_DIM=job.head_dim, WINDOW=job.window, OVERLAP=job.capability >= 90), {}
+    constants = dict(HEAD_DIM=job.head_dim, WINDOW=job.window, OVERLAP=job.capability >= 90)
     if job.kernel == "split":
-        kernel = split_kernel
-        constants |= dict(TILES=job.tiles, BLOCK_M=ROWS, BLOCK_N=plan.keys, BLOCK_B=1)
-        constants |= dict(PTX=element == "bf16")
+        constants |= dict(TILES=job.tiles, BLOCK_M=ROWS, BLOCK_N=plan.keys, BLOCK_B=1, PTX=element_of(job)[0] == "bf16")
         options = dict(num_warps=plan.warps, num_stages=plan.stages)
         if plan.registers and job.tiles == 1:
             options |= dict(maxnreg=plan.registers)
-    elif job.kernel == "combine":
-        kernel = combine_kernel
+        return split_kernel, constants, options
+    if job.kernel == "combine":
         block_d, log_runs, options = combine_options(RUN * job.tiles, job.head_dim)
         constants |= dict(RUN=RUN, LOG_RUNS=log_runs, BLOCK_D=block_d)
         constants |= {name: options.pop(name) for name in ("STEPS", "UNROLL")}
-    elif job.kernel == "rope":
-        kernel, constants, options = rope_cache_kernel, constants | dict(BLOCK_H=BLOCK_H), dict(num_warps=BLOCK_H)
-    else:
-        kernel, constants, options = rope_angles_kernel, dict(HALF=job.head_dim // 2), dict(num_warps=1)
+        return combine_kernel, constants, options
+    if job.kernel == "rope":
+        return rope_cache_kernel, constants | dict(BLOCK_H=BLOCK_H), dict(num_warps=BLOCK_H)
+    return rope_angles_kernel, dict(HALF=job.head_dim // 2), dict(num_warps=1)
 
-    aligned = [["tt.divisibility", 16]]
-    signature, values, attributes = {}, {}, {}
 
-    def tensor(i, name, dtype, strides):
-        signature[name] = ("*" + dtype,) + ("i32",) * strides
-        attributes.update({(i, j): aligned for j in range(strides + 1)})
+def types_of(job, plan):
+    """Of the arguments that are no integers, by name: None for those that this job goes without."""
 
-    def nothing(i, name):
-        signature[name], values[(i,)] = "constexpr", None
+    def strided(dtype, strides):
+        return ("*" + dtype,) + ("i32",) * strides
 
-    inside = job.kernel == "split"  # rotary positions are a part of it if job.rope
-    for i, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(i,)] = "constexpr", constants[name]
-        elif inside and not job.rope and name in ("k_new", "v_new", "cos_ptr", "sin_ptr"):
-            nothing(i, name)
-        elif name.endswith("norm_ptr") and not job.window:
-            nothing(i, name)
-        elif (name in ("k_scale", "v_scale") and size != 1) or (
-            name == "v_words" and (size != 1 or job.head_dim <= 64)
-        ):
-            nothing(i, name)
-        elif name in ("k_scale", "v_scale"):
-            tensor(i, name, "fp32", 2)
-        elif name == "v_words":
-            tensor(i, name, "i32", 3)
-        elif name in ("k", "v", "k_cache", "v_cache"):
-            tensor(i, name, job.cache, 3)
-        elif name in ("q", "out", "k_new", "v_new"):
-            tensor(i, name, element, 3)
-        elif name == "qkv":
-            tensor(i, name, element, 2)
-        elif name == "turns":
-            signature[name] = ("i32",) * len(plan.chunks.turns)
-        elif name.endswith("_ptr"):
-            dtype = "i32" if name in ("cache_len_ptr", "positions_ptr") else "fp32"
-            signature[name], attributes[(i,)] = "*" + dtype, aligned
-        else:
-            signature[name] = "fp32" if name in ("scale_log2", "eps", "attention_factor") else "i32"
+    element, size = element_of(job)
+    types = dict(turns=("i32",) * len(plan.chunks.turns), qkv=strided(element, 2))
+    types |= {name: strided(job.cache, 3) for name in ("k", "v", "k_cache", "v_cache")}
+    types |= {name: strided(element, 3) for name in ("q", "out", "k_new", "v_new")}
+    types |= {name: strided("fp32", 2) if size == 1 else None for name in ("k_scale", "v_scale")}
+    types |= dict(v_words=strided("i32", 3) if size == 1 and job.head_dim > 64 else None)
+    types |= {name: "*i32" for name in ("cache_len_ptr", "positions_ptr")}
+    types |= {name: "*fp32" for name in ("partial_ptr", "lse_ptr", "inv_freq_ptr", "cos_ptr", "sin_ptr")}
+    types |= {name: "*fp32" if job.window else None for name in ("q_norm_ptr", "k_norm_ptr")}
+    types |= {name: "fp32" for name in ("scale_log2", "eps", "attention_factor")}
+    if job.kernel == "split" and not job.rope:
+        types |= dict.fromkeys(("k_new", "v_new", "cos_ptr", "sin_ptr"))
+    return types
 
-    source = ASTSource(kernel, signature, values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", job.capability, 32), options=options)
+
+def compile_job(job):
+    """Compile one kernel as its launcher would; what the machine code looks like, as a dict."""
+    from kernels.flash_decode_plan import plan_for_chip
+
+    plan = plan_for_chip(8, job.head_dim, element_of(job)[1], SHARED_MEMORY[job.capability])
+    kernel, constants, options = kernel_of(job, plan)
+    types = types_of(job, plan)
+    plain = {"turns", *(name for name in kernel.arg_names if name not in types)}
+    signature, values, attributes = signature_of(kernel, types, constants, plain)
+    compiled = compile_for(job.capability, kernel, signature, values, attributes, **options)
     seen = read_machine_code(compiled.asm["cubin"])
     seen["prefetches"] = compiled.asm["ptx"].count("cp.async.c")
     return dict(shared=compiled.metadata.shared, programs=plan.programs, warps=plan.warps, **seen)
@@ -121,16 +113,10 @@ def main():
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.test_decode_lint"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(JOBS, json.loads(done.stdout), strict=True))
+    return dict(zip(JOBS, from_own_process("tests.test_decode_lint"), strict=True))
 
 
-@pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."), reason="the machine code of Triton 3.6 is described here"
-)
+@described
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
 def test_machine_code(job, compiled):
     seen = compiled[job]

@@ -797,6 +797,8 @@ def test_a_draft_model_must_have_the_tokenizer():
     model = tiny_model()
     with pytest.raises(UserError, match="draft model's tokenizer .char. is not the model's .bytes."):
         Engine(model, BYTES, draft=(model, CharTokenizer("abc")))
+    with pytest.raises(UserError, match="257 ids but the model only 100"):
+        Engine(model, BYTES, draft=(tiny_model(vocab_size=100), BYTES))
     for speculate in (-1, 17, 2.5, "always"):
         with pytest.raises(ValueError, match="speculate="):
             Engine(model, BYTES, speculate=speculate)

@@ -11,17 +11,15 @@ import torch
 
 from tests.attention_cases import DEVICE  # isort: skip
 
-from kernels import flash_attention, flash_decode, reference, rope_and_cache
-from model import ModelConfig, RMSNorm, apply_rope, rope_table
-from rope import rope_frequencies
+from kernels import flash_decode, reference
+from kernels import flash_decode_plan as plans
 
 decode = importlib.import_module("kernels.flash_decode")  # the module: the package's name is the function
-rope_cache = importlib.import_module("kernels.rope_cache")
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, tests/gpu/test_flash_decode_gpu.py")
 HEADS = [(3, 3), (4, 2), (6, 2), (5, 1), (6, 1)]
 EDGES = [0, 1, 31, 32, 33, 64, 65, 130]  # around the tile and the chunk (32, from position 96 on 64), and full
-TURNS = decode.INTERPRETER.chunks.turns
+TURNS = plans.INTERPRETER.chunks.turns
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +59,7 @@ def exact(q, k, v, lengths, window=None, k_scale=None, v_scale=None):
 
 def uniform(keys):
     """Chunks of one length at all positions."""
-    return decode.Chunks(keys, (2**26,) * len(decode.TURNS))
+    return plans.Chunks(keys, (2**26,) * len(plans.TURNS))
 
 
 def tolerance(dtype):
@@ -92,7 +90,7 @@ def test_no_plan_changes_the_result():
     q, k, v, lengths, _ = inputs((4, 2), 3, [70, 200], 200, 16)
     wanted = exact(q, k, v, lengths)
     for chunk, keys, programs in ((32, 16, 1), (64, 64, 40), (128, 32, 2)):
-        plan = decode.Plan(uniform(chunk), keys, 4, 1, programs)
+        plan = plans.Plan(uniform(chunk), keys, 4, 1, programs)
         torch.testing.assert_close(decode.launch(q, k, v, lengths, plan=plan).double(), wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -101,7 +99,7 @@ def test_programs_share_the_work_without_changing_a_bit():
     for slots, window in ((130, None), (300, 70)):
         q, k, v, lengths, _ = inputs((6, 2), 2, [slots, 33, 0], slots, 16)
         outs = [
-            decode.launch(q, k, v, lengths, window=window, plan=decode.Plan(uniform(64), 16, 4, 1, programs))
+            decode.launch(q, k, v, lengths, window=window, plan=plans.Plan(uniform(64), 16, 4, 1, programs))
             for programs in (1, 100)
         ]
         assert torch.equal(*outs)
@@ -224,8 +222,8 @@ def test_plans_fit():
     for shared_memory in (232_448, 166_912, 101_376):
         for head_dim, size in itertools.product((16, 64, 128, 256), (1, 2, 4)):
             for heads_kv in (1, 2, 3, 4, 8, 16, 32, 64):
-                plan = decode.plan_for_chip(heads_kv, head_dim, size, shared_memory)
-                assert plan.chunks.turns == decode.turning_points(heads_kv, head_dim)
+                plan = plans.plan_for_chip(heads_kv, head_dim, size, shared_memory)
+                assert plan.chunks.turns == plans.turning_points(heads_kv, head_dim)
                 assert plan.chunks.shortest % plan.keys == 0 and plan.keys >= 16 and plan.programs >= 1
                 assert (plan.stages - 1) * plan.keys * head_dim * 2 * size < shared_memory
 
@@ -233,20 +231,20 @@ def test_plans_fit():
 @pytest.mark.parametrize("heads_kv", [1, 2, 3, 4, 5, 8, 16, 32])
 def test_between_the_turning_points_the_chip_is_occupied(heads_kv):
     """Of 128 channels: a row has 96 to 512 chunks, and one more a head where its last tokens begin another one."""
-    turns = decode.turning_points(heads_kv, 128)
+    turns = plans.turning_points(heads_kv, 128)
     assert len(turns) == 5 and turns[0] == 12_288 // heads_kv
     for i, turn in enumerate(turns):
         for start in (turn - 1, turn):
             count = -(-(start + 1) // (64 << i + (start == turn))) * heads_kv
             assert 96 - heads_kv <= count <= 512 + heads_kv
-    room = decode.Chunks(decode.SHORTEST, turns).room
+    room = plans.Chunks(plans.SHORTEST, turns).room
     assert room(2 * turns[-1], 17) <= 512 // heads_kv + 2
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 17])
 def test_room_for_every_length(tokens):
     for heads_kv in (1, 2, 8):
-        chunks = decode.Chunks(decode.SHORTEST, decode.turning_points(heads_kv, 128))
+        chunks = plans.Chunks(plans.SHORTEST, plans.turning_points(heads_kv, 128))
         for slots in (17, 128, 129, 2048, 2060, 5000, 16_000, 60_000):
             counts = []
             for length in range(tokens, slots + 1):
@@ -257,7 +255,7 @@ def test_room_for_every_length(tokens):
 
 def test_bits_do_not_depend_on_the_room_in_the_cache():
     """Chunks that are merged in one run, in two and in four."""
-    length, plan = 60, decode.Plan(uniform(16), 16, 4, 1, 1)
+    length, plan = 60, plans.Plan(uniform(16), 16, 4, 1, 1)
     for heads, tokens, window in (((4, 2), 3, None), ((3, 1), 1, 20)):
         q, k, v, lengths, _ = inputs(heads, tokens, [length], length, 16)
         wanted = decode.launch(q, k, v, lengths, window=window, plan=plan)
@@ -271,16 +269,16 @@ def test_bits_do_not_depend_on_the_room_in_the_cache():
 def test_a_row_of_one_chunk_has_the_bits_that_combining_gives():
     """Its result is stored at once; beside a longer row there is room for more chunks, and 32 keys more make two."""
     q, k, v, lengths, _ = inputs((4, 2), 2, [30, 100], 100, 16)
-    plan = decode.Plan(uniform(32), 32, 4, 1, 2)
+    plan = plans.Plan(uniform(32), 32, 4, 1, 2)
     got = decode.launch(q, k, v, lengths, plan=plan)
     alone = decode.launch(q[:1], k[:1, :, :32], v[:1, :, :32], lengths[:1], plan=plan)
     assert torch.equal(got[:1], alone)
-    halves = decode.launch(q[:1], k[:1], v[:1], lengths[:1], plan=decode.Plan(uniform(16), 16, 4, 1, 2))
+    halves = decode.launch(q[:1], k[:1], v[:1], lengths[:1], plan=plans.Plan(uniform(16), 16, 4, 1, 2))
     torch.testing.assert_close(got[:1], halves, rtol=2e-5, atol=2e-5)
 
 
 def test_many_runs_of_chunks():
-    plan, slots = decode.Plan(uniform(16), 16, 4, 1, 8), 1100  # 69 chunks in 3 runs of 32
+    plan, slots = plans.Plan(uniform(16), 16, 4, 1, 8), 1100  # 69 chunks in 3 runs of 32
     for window in (None, 600):
         q, k, v, lengths, _ = inputs((2, 1), 2, [slots, 520, 513, 0], slots, 16)
         got = decode.launch(q, k, v, lengths, window=window, plan=plan)
@@ -324,142 +322,3 @@ def test_refusals():
     for change, message in cases:
         with pytest.raises(ValueError, match=message):
             flash_decode(**{"q": q, "k_cache": k, "v_cache": v, "cache_len": lengths, **change})
-
-
-# rope_and_cache
-
-
-def rope_inputs(config, positions, tokens, slots, dtype=torch.float32, int8=False, seed=0):
-    """The arguments of rope_and_cache, caches filled with a mark (7) that shows what was not written."""
-    generator = torch.Generator().manual_seed(seed)
-    H, G, D, batch = config.n_head, config.n_kv_head, config.head_dim, len(positions)
-    qkv = torch.randn(batch, tokens, (H + 2 * G) * D, generator=generator).to(dtype)
-    inv_freq, attention_factor = rope_frequencies(config, torch.device("cpu"))
-    caches = [torch.full((batch, G, slots, D), 7, dtype=torch.int8 if int8 else dtype) for _ in "kv"]
-    options = dict(n_head=H, eps=config.norm_eps, attention_factor=attention_factor)
-    if config.qk_norm:
-        options |= {name: torch.rand(D, generator=generator) for name in ("q_norm", "k_norm")}
-    if int8:
-        options |= {name: torch.full((batch, G, slots), 7.0) for name in ("k_scale", "v_scale")}
-    return (qkv, torch.tensor(positions, dtype=torch.int32), inv_freq, *caches), options
-
-
-def by_the_model(config, arguments, options):
-    """q, k and v [B, heads, T, D] as model.Attention makes them."""
-    qkv, positions = arguments[:2]
-    batch, tokens, _ = qkv.shape
-    heads = qkv.view(batch, tokens, -1, config.head_dim).transpose(1, 2)
-    q, k, v = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=1)
-    if config.qk_norm:
-        for x, name in ((q, "q_norm"), (k, "k_norm")):
-            norm = RMSNorm(config.head_dim, config.norm_eps)
-            norm.weight.data = options[name]
-            q, k = (norm(x).detach(), k) if name == "q_norm" else (q, norm(x).detach())
-    rope = rope_table(positions[:, None] + torch.arange(tokens), config)
-    return apply_rope(q, rope), apply_rope(k, rope), v
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    "change", [dict(), dict(qk_norm=True), dict(n_kv_head=1, head_dim=24), dict(rope_scaling="yarn:4:64", n_kv_head=6)]
-)
-def test_rope_and_cache_is_what_the_model_does(change, dtype):
-    config = ModelConfig(**dict(vocab_size=10, n_head=6, n_kv_head=2, n_embd=96, block_size=100_000) | change)
-    tokens, slots = 3, 60
-    positions = [0, 17, 57, -1, 58, 60]  # the last row fits, is padding, fits but for one token, does not fit
-    arguments, options = rope_inputs(config, positions, tokens, slots, dtype)
-    q, k, v = by_the_model(config, arguments, options)
-    for run in (rope_cache.launch, reference.rope_and_cache):
-        k_cache, v_cache = (x.clone() for x in arguments[3:])
-        got = run(*arguments[:3], k_cache, v_cache, **options)
-        assert got.dtype == dtype and got.shape == q.shape
-        torch.testing.assert_close(got, q, rtol=1e-5 if dtype == torch.float32 else 2e-3, atol=2e-6)
-        for cache, new in ((k_cache, k), (v_cache, v)):
-            wanted = torch.full_like(cache, 7)
-            for b, position in enumerate(positions):
-                for t in range(tokens):
-                    if position >= 0 and position + t < slots:
-                        wanted[b, :, position + t] = new[b, :, t]
-            torch.testing.assert_close(cache, wanted, rtol=1e-5 if dtype == torch.float32 else 2e-3, atol=2e-6)
-
-
-def test_rope_at_large_positions():
-    """fp32 angles: at position 99,999 the fastest channel has turned 16,000 times."""
-    config = ModelConfig(vocab_size=10, n_head=2, n_embd=32, block_size=100_000)
-    arguments, options = rope_inputs(config, [99_998], 2, 100_000)
-    q, k, _ = by_the_model(config, arguments, options)
-    torch.testing.assert_close(rope_cache.launch(*arguments, **options), q, rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(arguments[3][:, :, -2:], k, rtol=1e-5, atol=2e-6)
-    assert (arguments[3][:, :, :-2] == 7).all()
-
-
-def test_rope_and_cache_quantises():
-    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100, qk_norm=True)
-    positions = [5, -1, 39]
-    arguments, options = rope_inputs(config, positions, 2, 40, int8=True)
-    _, k, v = by_the_model(config, arguments, options)
-    for run in (rope_cache.launch, reference.rope_and_cache):
-        caches = [x.clone() for x in arguments[3:]]
-        own = {name: x.clone() if name.endswith("_scale") else x for name, x in options.items()}
-        run(*arguments[:3], *caches, **own)
-        for cache, scale, new in ((caches[0], own["k_scale"], k), (caches[1], own["v_scale"], v)):
-            quantized, wanted_scale = reference.quantize_heads(new)
-            torch.testing.assert_close(scale[0, :, 5:7], wanted_scale[0])
-            assert (cache[0, :, 5:7].int() - quantized[0].int()).abs().max() <= 1  # a tie may fall to either side
-            back = cache[2, :, 39] * scale[2, :, 39, None]
-            assert ((back - new[2, :, 0]).abs() <= 0.501 * scale[2, :, 39, None]).all()
-            assert (cache[1] == 7).all() and (scale[1] == 7).all() and (scale[2, :, :39] == 7).all()
-
-
-def test_rope_bits_do_not_depend_on_company():
-    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100, qk_norm=True)
-    arguments, options = rope_inputs(config, [3, 40, 11], 5, 50)
-    together = rope_cache.launch(*arguments, **options)
-    qkv, positions, inv_freq, k_cache, v_cache = arguments
-    for b, t in ((0, 0), (1, 4), (2, 2)):
-        caches = [torch.full_like(x[b : b + 1], 7) for x in (k_cache, v_cache)]
-        alone = rope_cache.launch(qkv[b : b + 1, t : t + 1], positions[b : b + 1] + t, inv_freq, *caches, **options)
-        assert torch.equal(alone, together[b : b + 1, :, t : t + 1])
-        slot = int(positions[b]) + t
-        assert torch.equal(caches[0][0, :, slot], k_cache[b, :, slot])
-        assert torch.equal(caches[1][0, :, slot], v_cache[b, :, slot])
-
-
-def test_a_token_written_is_a_token_attended():
-    """The two together, step by step, against causal attention over the whole sequence."""
-    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100)
-    tokens = 20
-    arguments, options = rope_inputs(config, [0], tokens, tokens)
-    q, k, v = by_the_model(config, arguments, options)
-    wanted = flash_attention(q, k, v, backend="naive")
-    qkv, _, inv_freq, k_cache, v_cache = arguments
-    done = 0
-    for step in (1, 7, 1, 3, 8):
-        new = slice(done, done + step)
-        position = torch.tensor([done], dtype=torch.int32)
-        q = rope_and_cache(qkv[:, new], position, inv_freq, k_cache, v_cache, **options)
-        out = flash_decode(q, k_cache, v_cache, position + step)
-        torch.testing.assert_close(out, wanted[:, :, new], rtol=1e-5, atol=1e-5)
-        done += step
-
-
-def test_rope_refusals():
-    config = ModelConfig(vocab_size=10, n_head=4, n_kv_head=2, n_embd=64, block_size=100)
-    (qkv, positions, inv_freq, k_cache, v_cache), options = rope_inputs(config, [0, 1], 2, 8)
-    good = dict(qkv=qkv, positions=positions, inv_freq=inv_freq, k_cache=k_cache, v_cache=v_cache, n_head=4)
-    scale = torch.ones(2, 2, 8)
-    cases = [
-        (dict(n_head=3), "qkv must be \\[2, T, 112\\] for 3 query heads"),
-        (dict(v_cache=v_cache[:, :, :4]), "caches must be"),
-        (dict(positions=positions.long()), "positions must be torch.int32 \\[2\\]"),
-        (dict(inv_freq=inv_freq[:4]), "inv_freq must be torch.float32 \\[8\\]"),
-        (dict(q_norm=torch.ones(16)), "go together"),
-        (dict(q_norm=torch.ones(8), k_norm=torch.ones(16)), "q_norm must be a tensor \\[16\\]"),
-        (dict(k_scale=scale, v_scale=scale), "go with int8 caches"),
-        (dict(k_cache=k_cache.half()), "must both be torch.float32 like qkv"),
-        (dict(inv_freq=inv_freq.to("meta")), "must be on cpu"),
-        (dict(qkv=qkv.transpose(1, 2).contiguous().transpose(1, 2)), "must be contiguous"),
-    ]
-    for change, message in cases:
-        with pytest.raises(ValueError, match=message):
-            rope_and_cache(**good | change)

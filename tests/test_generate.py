@@ -342,6 +342,8 @@ def test_weights_cache_and_guesses_may_be_chosen(run, folder):
     [
         (["--speculate", "17"], "'17' must be auto or a whole number from 0 to 16"),
         (["--speculate", "-1"], "must be auto or a whole number"),
+        (["--speculate", "²"], "'²' must be auto or a whole number"),
+        (["--max_new_tokens", "²"], "'²' must be a whole number"),
         (["--draft", "out/char"], "draft model's tokenizer (char) is not the model's (bytes)"),
         (["--draft", "out/none"], "does not exist"),
         (["--quant", "int3"], "invalid choice: 'int3'"),

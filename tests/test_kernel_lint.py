@@ -1,27 +1,28 @@
-"""Compile every shipped kernel for GPUs that are not here, and read the machine code.
+"""Compile the kernels of flash attention for GPUs that are not here, and read the machine code.
 
-Triton compiles for any Nvidia GPU without one. What is read: shared memory, registers spilled to memory, the tensor
-core instructions (wgmma on Hopper, mma elsewhere), and how often a wgmma is waited for: as many waits as instructions
-means that ptxas serialised them, which costs half the speed and is said nowhere.
-
-The compiler runs in a process of its own (`python -m tests.test_kernel_lint`), where TRITON_INTERPRET is not set.
+What is read: shared memory, registers spilled to memory, the tensor core instructions (wgmma on Hopper, mma elsewhere),
+and how often a wgmma is waited for: as many waits as instructions means that ptxas serialised them, which costs half
+the speed and is said nowhere. The kernels of decoding have files of their own; all of them use machine_code.py.
 """
 
 import json
 import multiprocessing
-import os
-import re
-import subprocess
-import sys
-import tempfile
 from collections import namedtuple
 
 import pytest
 
 triton = pytest.importorskip("triton")
 
+from tests.machine_code import (  # noqa: E402
+    ALIGNED,
+    SHARED_MEMORY,
+    compile_for,
+    described,
+    from_own_process,
+    read_machine_code,
+)
+
 Job = namedtuple("Job", "capability phase head_dim dtype mask")
-SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # bytes a program can have
 MASKS = {"causal": (True, False, False), "full": (False, False, False), "window+documents": (True, True, True)}
 PHASES = ("forward", "dkdv", "dq")
 JOBS = (
@@ -46,9 +47,6 @@ SPILLS = {
 
 def compile_job(job):
     """Compile one kernel as the launcher would for contiguous tensors; what the machine code looks like, as a dict."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from kernels.flash_attention_backward import dkdv_kernel, dq_kernel
     from kernels.flash_attention_forward import forward_kernel
     from kernels.tiles import tile_for_chip
@@ -59,7 +57,6 @@ def compile_job(job):
     constants = dict(HEAD_DIM=job.head_dim, BLOCK_M=tile.rows, BLOCK_N=tile.keys, TMA=tile.tma)
     constants |= dict(CAUSAL=causal, WINDOW=window, DOCUMENTS=documents)
     rows = dict(q=tile.rows, dout=tile.rows, k=tile.keys, v=tile.keys)
-    aligned = [["tt.divisibility", 16]]
     signature, values, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -67,47 +64,23 @@ def compile_job(job):
         elif name in ("doc_start_ptr", "last_rows_ptr") and not documents:
             signature[name], values[(i,)] = "constexpr", None
         elif name in ("doc_start_ptr", "last_rows_ptr"):
-            signature[name], attributes[(i,)] = "*i32", aligned
+            signature[name], attributes[(i,)] = "*i32", ALIGNED
         elif name in rows and tile.tma:
             width = triton.next_power_of_2(job.head_dim)
             signature[name] = f"tensordesc<{job.dtype}[1,1,{rows[name]},{width}]>"
         elif name in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"):
             signature[name] = ("*" + job.dtype, "i32", "i32", "i32")
-            attributes |= {(i, j): aligned for j in range(4)}
+            attributes |= {(i, j): ALIGNED for j in range(4)}
         elif name in ("lse2", "delta") and tile.tma:
             signature[name] = f"tensordesc<fp32[{tile.rows}]>"
         elif name in ("lse2", "delta") or name.endswith("_ptr"):
-            signature[name], attributes[(i,)] = "*fp32", aligned
+            signature[name], attributes[(i,)] = "*fp32", ALIGNED
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
 
     options = dict(num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers)
-    source = ASTSource(kernel, signature, values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", job.capability, 32), options=options)
+    compiled = compile_for(job.capability, kernel, signature, values, attributes, **options)
     return dict(tma=tile.tma, shared=compiled.metadata.shared, **read_machine_code(compiled.asm["cubin"]))
-
-
-def read_machine_code(cubin):
-    tool = triton.knobs.nvidia.cuobjdump.path
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, code = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-
-    def count(pattern):
-        return len(re.findall(pattern, code))
-
-    return dict(
-        registers=int(re.search(r"REG:(\d+)", usage)[1]),
-        spilled=int(re.search(r"STACK:(\d+)", usage)[1]),
-        wgmma=count(r"\bHGMMA\."),
-        waits=count(r"WARPGROUP\.DEPBAR"),
-        mma=count(r"\bHMMA\."),
-        tma_loads=count("UTMALDG"),
-    )
 
 
 def main():
@@ -117,16 +90,10 @@ def main():
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.test_kernel_lint"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(JOBS, json.loads(done.stdout), strict=True))
+    return dict(zip(JOBS, from_own_process("tests.test_kernel_lint"), strict=True))
 
 
-@pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."), reason="the machine code of Triton 3.6 is described here"
-)
+@described
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: f"sm{job[0]}-{job[1]}-d{job[2]}-{job[3]}-{job[4]}")
 def test_machine_code(job, compiled):
     seen = compiled[job]

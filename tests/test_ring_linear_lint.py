@@ -4,24 +4,27 @@ What makes this kernel fast is nowhere said to the compiler: that a lane multipl
 time, with nothing moved between lanes; that the first weights are asked for before the kernel before is waited for; and
 that all of x is on its way before the first product, where the loop is written out. A compiler that lays out registers
 otherwise is still right, and slow. So the order of instructions is read here.
-See tests/test_kernel_lint.py; this too compiles in a process of its own (`python -m tests.test_ring_linear_lint`).
+See machine_code.py for how.
 """
 
 import json
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections import namedtuple
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from tests.test_decode_linear_lint import FUSIONS, signature_of  # noqa: E402
-from tests.test_kernel_lint import read_machine_code  # noqa: E402
+from tests.machine_code import (  # noqa: E402
+    compile_for,
+    described,
+    from_own_process,
+    instructions,
+    read_machine_code,
+    signature_of,
+)
+from tests.test_decode_linear_lint import FUSIONS  # noqa: E402
 
 Job = namedtuple("Job", "capability entry rows fusion K dtype", defaults=("bf16",))
 # What the entries of TABLE are for: a fusion and K.
@@ -38,22 +41,10 @@ JOBS += [Job(90, entry, 8, "norm+bias", K) for entry, K in ((0, 576), (2, 1536),
 JOBS += [Job(90, 1, 16, "norm", 1024), Job(90, 0, 8, "norm", 768, "fp16"), Job(90, 5, 8, "norm+swiglu", 2048, "fp16")]
 
 
-def machine_code(cubin):
-    """Instructions, one after another."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(cubin)
-        file.flush()
-        tool = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        code = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
-    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(.*);", code, re.MULTILINE)
-
-
 def compile_job(job):
     """What the machine code looks like, as a dict: loads of 16 bytes `early`, before the wait, and `late`, after the
     first matrix instruction; narrower loads, and moves between lanes, before the last one; and `wanted` early."""
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from kernels.ring_linear import TABLE, constants, ring_linear_kernel
 
@@ -68,9 +59,8 @@ def compile_job(job):
     )  # fmt: skip
     arguments = signature_of(ring_linear_kernel, pointers, fixed, plain={"M", "stride_x", "stride_w"})
     options = dict(num_warps=tiling.slices, num_stages=1, launch_pdl=job.capability >= 90)
-    target = GPUTarget("cuda", job.capability, 32)
-    compiled = triton.compile(ASTSource(ring_linear_kernel, *arguments), target=target, options=options)
-    code = machine_code(compiled.asm["cubin"])
+    compiled = compile_for(job.capability, ring_linear_kernel, *arguments, **options)
+    code = [operation for _, operation in instructions(compiled.asm["cubin"])]
     loads, products = ([i for i, op in enumerate(code) if word in op] for word in ("LDG", "HMMA"))
     wide = [i for i in loads if "LDG.E.128" in code[i]]
     wait = next((i for i, op in enumerate(code) if "ACQBULK" in op), 0)
@@ -94,16 +84,10 @@ def main():
 
 @pytest.fixture(scope="module")
 def compiled():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.test_ring_linear_lint"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(JOBS, json.loads(done.stdout), strict=True))
+    return dict(zip(JOBS, from_own_process("tests.test_ring_linear_lint"), strict=True))
 
 
-@pytest.mark.skipif(
-    not triton.__version__.startswith("3.6."), reason="the machine code of Triton 3.6 is described here"
-)
+@described
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: "-".join(map(str, job)))
 def test_machine_code(job, compiled):
     seen = compiled[job]

@@ -8,9 +8,11 @@ import torch
 from tests.attention_cases import DEVICE  # isort: skip
 
 from kernels import flash_attention, reference
+from kernels import flash_decode_plan as plans
 from kernels.round import accept
 from model import ModelConfig
-from tests.test_flash_decode import by_the_model, exact, products_row_by_row, rope_inputs  # noqa: F401
+from tests.test_flash_decode import exact, products_row_by_row  # noqa: F401
+from tests.test_rope_cache import by_the_model, rope_inputs
 
 decode = importlib.import_module("kernels.flash_decode")  # the module: the package's name is the function
 rope_cache = importlib.import_module("kernels.rope_cache")
@@ -113,7 +115,7 @@ def test_bits_do_not_depend_on_company(int8, products_row_by_row):  # noqa: F811
             assert torch.equal(own_v.nan_to_num(), v_all[row].nan_to_num())
 
 
-@pytest.mark.parametrize("turn", decode.INTERPRETER.chunks.turns)
+@pytest.mark.parametrize("turn", plans.INTERPRETER.chunks.turns)
 def test_rounds_of_drafts_over_a_turning_point(turn, products_row_by_row):  # noqa: F811
     """Every draft is right, and `accept` says how many of them count: the bits are those of one token after another."""
     width, begin, slots = 3, turn - 5, turn + 3
@@ -133,7 +135,7 @@ def test_rounds_of_drafts_over_a_turning_point(turn, products_row_by_row):  # no
     while (start := int(position)) + width <= steps.stop:
         together = attend(start, width, k, v)
         right = torch.ones(1, width, dtype=torch.int64)
-        accept(tokens, position, limit, right[:, 1:].int(), right, log, decode.INTERPRETER.chunks.turns)
+        accept(tokens, position, limit, right[:, 1:].int(), right, log, plans.INTERPRETER.chunks.turns)
         added.append(int(position) - start)
         assert torch.equal(together[:, :, : added[-1]], alone[:, :, start - begin :][:, :, : added[-1]])
     assert added == [3, 2, 3]

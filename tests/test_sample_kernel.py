@@ -1,5 +1,7 @@
 """The sampling kernel in the interpreter, token for token against its definition in sampling.py."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -20,11 +22,7 @@ def agree(logits, sampling, seed=0, vocab_size=None, filters=None):
     positions = torch.randint(0, 2**17, (B,), generator=generator)
     penalised = sampling.repetition_penalty != 1
     seen = torch.rand(B, V, generator=generator) < 0.2 if penalised else None
-    params = kernel.parameters(
-        B, "cpu",
-        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-    )  # fmt: skip
+    params = kernel.parameters(B, "cpu", **asdict(sampling))
     cut = logits[:, :V].float()
     expected = sample(cut, sampling, seeds, positions, seen).tolist()
     for kind in {sampling.filters, "any"} if filters is None else {filters}:

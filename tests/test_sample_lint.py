@@ -1,17 +1,22 @@
-"""Compile the kernels behind kernels/sample.py for a GPU that is not here; see test_kernel_lint.py."""
+"""Compile the kernels behind kernels/sample.py for a GPU that is not here; see machine_code.py."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from kernels import sample, sample_kernels, sample_narrow  # noqa: E402
+from tests.machine_code import (  # noqa: E402
+    REGISTERS,
+    compile_for,
+    from_own_process,
+    read_machine_code,
+    signature_of,
+)
 
 POINTERS = dict(logits="*bf16", seen="*u8", seeds="*i64", positions="*i64", out="*i64")
+POINTERS |= {name: "*i32" for name in ("best_token", "run_list", "candidate_tokens", "state")}
 POINTERS |= {name: "*fp32" for name in ("settings", "partial", "sums", "run_max", "candidates", "logprobs")}
 INTEGERS = ("stride", "stride_seen", "V", "programs", "parts", "rows", "level", "runs")
 FEW = ("run_max", "run_list", "candidates", "candidate_tokens")
@@ -19,11 +24,6 @@ FEW = ("run_max", "run_list", "candidates", "candidate_tokens")
 
 def compile_all():
     """Every kernel for sm_90 and a vocabulary of 128,256, as the launcher would: registers, spills, shared memory."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from tests.test_kernel_lint import read_machine_code
-
     sizes = dict(PROGRAMS=256, PARTS=128, OVERLAP=True)
     scan = dict(BLOCK=sample.BLOCK, RUN=32, PTX=True, OVERLAP=True)
     pick = dict(PROGRAMS=256, RUNS=4096, RUN=32, PTX=True, OVERLAP=True)
@@ -49,31 +49,20 @@ def compile_all():
         cases.append((sample_narrow.draw_kernel, draw | dict(BY_TOP_K=both, BY_TOP_P=weighted), sample.SCAN_WARPS))
     results = []
     for kernel, constants, warps in cases:
-        signature, values, attributes = {}, {}, {}
-        for i, name in enumerate(kernel.arg_names):
-            if name in constants and not str(constants[name]).startswith("*"):
-                signature[name], values[(i,)] = "constexpr", constants[name]
-            elif name in INTEGERS:
-                signature[name] = "i32"
-            else:
-                signature[name], attributes[(i,)] = POINTERS.get(name, "*i32"), [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, values, attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
+        given = {name: constants.get(name, kind) for name, kind in POINTERS.items()}
+        fixed = {name: value for name, value in constants.items() if name not in POINTERS}
+        compiled = compile_for(90, kernel, *signature_of(kernel, given, fixed, plain=INTEGERS), num_warps=warps)
         code = read_machine_code(compiled.asm["cubin"])
         results.append(dict(name=kernel.__name__, warps=warps, shared=compiled.metadata.shared, **code))
     return results
 
 
 def test_kernels_compile_for_hopper_without_spills():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.test_sample_lint"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = json.loads(done.stdout)
+    results = from_own_process("tests.test_sample_lint")
     assert len(results) == 10
     for seen in results:
-        assert seen["spilled"] == 0 and seen["registers"] * seen["warps"] * 32 <= 65536, seen
-        assert seen["shared"] <= 65536, seen
+        assert seen["spilled"] == 0 and seen["registers"] * seen["warps"] * 32 <= REGISTERS, seen
+        assert seen["shared"] <= 64 * 1024, seen
 
 
 if __name__ == "__main__":

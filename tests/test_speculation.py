@@ -69,7 +69,7 @@ def fates(monkeypatch):
         for row, new in enumerate(done.tokens):
             if new and done.drafts and (self.draft or done.match[row]):
                 stood, fell = seen.get(row, (False, False))
-                ended = self.places[row] == self.limits[row]  # the end cut the round: no draft was refused
+                ended = self.positions[row] == self.limits[row]  # the end cut the round: no draft was refused
                 seen[row] = (stood or len(new) > 1, fell or (len(new) <= done.drafts and not ended))
         return done
 

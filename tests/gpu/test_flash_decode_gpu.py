@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from kernels import flash_decode, reference, rope_and_attend, rope_and_cache, rope_angles
+from kernels import flash_decode_plan as plans
 from kernels.round import accept
 from model import ModelConfig, RMSNorm, apply_rope, rope_table
 from rope import rope_frequencies
@@ -353,7 +354,7 @@ TURNS = [((32, 8), 128, False), ((32, 8), 128, True), ((32, 1), 128, False), ((1
 @pytest.mark.parametrize("heads,head_dim,int8", TURNS, ids=str)
 def test_every_kind_of_chunk(heads, head_dim, int8):
     """On both sides of every turning point, in the middle of what lies between, and tokens across it."""
-    for turn, tokens in itertools.product(decode.turning_points(heads[1], head_dim), (1, 5)):
+    for turn, tokens in itertools.product(plans.turning_points(heads[1], head_dim), (1, 5)):
         lengths = [turn - 1 + tokens, turn + tokens, turn + turn // 2]
         if heads[1] > 1 or turn < 100_000:  # the textbook wants more memory than the kernel
             *tensors, scales = inputs(heads, tokens, lengths, lengths[-1], head_dim, int8=int8)
@@ -363,7 +364,7 @@ def test_every_kind_of_chunk(heads, head_dim, int8):
 @pytest.mark.parametrize("heads,head_dim,int8", TURNS, ids=str)
 def test_rounds_of_drafts_over_every_turning_point(heads, head_dim, int8):
     """Every draft is right, and `accept` says how many of them count: the bits are those of one token after another."""
-    turns, width, tokens = decode.turning_points(heads[1], head_dim), 5, 12
+    turns, width, tokens = plans.turning_points(heads[1], head_dim), 5, 12
     right = torch.ones(1, width, dtype=torch.int64, device="cuda")
     for turn in turns:
         begin, slots = turn - 7, turn + 5
