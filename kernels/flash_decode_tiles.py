@@ -6,7 +6,8 @@ is a tuple here, its pointer and the strides of all dimensions but the last.
 
 Bytes become numbers. The tensor core wants int8 values in 16 bits, and the V of a product lies across the threads such
 that each reads a byte here and a byte there. So V is read as words of four channels (int32 [B, G, S, D / 4]), and one
-product of D columns becomes four of D / 4, which are put back in order once, at the end of a chunk.
+product of D columns becomes four of D / 4, which are put back in order once, at the end of a chunk. (The bytes of a
+cache have a sign; those of weights are stored without one, see unpack.py.)
 """
 
 import triton

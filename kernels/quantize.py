@@ -1,7 +1,7 @@
 """Weights in 8 and 4 bits, for generation: a token's time is the time to read every weight once.
 
-int8: one scale for each output row, w = scale * q with q in -127 .. 127. Measured elsewhere to change a model's
-perplexity by less than 0.2%, so rounding to the nearest is enough.
+int8: one scale for each output row, w = scale * q with q in -127 .. 127. `bench.quality` saw it change a
+perplexity by less than 0.3%, so rounding to the nearest is enough.
 
 int4: one scale for each group of 32, 64 or 128 neighbours in a row, w = scale * q with q in -8 .. 7. The scale has a
 sign, so that the largest weight of a group, of whichever sign, can take the -8; and it is searched for, since clipping
