@@ -31,6 +31,7 @@ Arguments named alike everywhere:
 
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -137,16 +138,18 @@ def look_up(tokens: Tensor, position: Tensor, log: Tensor) -> None:
     """Put into log[:, 1] the match of each row's last tokens with its earlier ones; it must be 0 before."""
     if tokens.is_cuda and triton is not None:
         return launch_look_up(tokens, position, log)
-    newest = position[:, None]
-    end = torch.arange(tokens.shape[1], device=tokens.device)[None]  # [1, L]: a match that ends here
-    alike, length = end < newest, torch.zeros_like(tokens)
-    for back in range(LONGEST_MATCH):
-        at = (newest - back).clamp(min=0).long()
-        earlier = torch.roll(tokens, back, dims=1)  # earlier[:, end] = tokens[:, end - back]
-        alike = alike & (end >= back) & (earlier == tokens.gather(1, at))
-        length += alike
-    score = torch.where(length >= 2, (length << INDEX_BITS) | (end + 1), 0)
-    log[:, 1] = score.amax(1).int()
+    for row, newest in enumerate(position.tolist()):
+        text = tokens[row, : newest + 1].cpu().numpy()
+        ends, length = np.arange(newest), 0  # places where a match may end; how long all of these are
+        while length < LONGEST_MATCH and len(longer := extended(text, ends, length)):
+            ends, length = longer, length + 1
+        log[row, 1] = (length << INDEX_BITS | int(ends[-1]) + 1) if length >= 2 else 0
+
+
+def extended(text: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
+    """Those of `ends` whose last length + 1 tokens are the text's, given that their last `length` are."""
+    ends = ends[ends >= length]
+    return ends[text[ends - length] == text[-1 - length]] if length < len(text) else ends[:0]
 
 
 def publish(log: Tensor, logprobs: Tensor | None, stamps: Tensor, place: Tensor, ring: tuple[Tensor, Tensor, Tensor]):
